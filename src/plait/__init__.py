@@ -1,7 +1,47 @@
-"""plait: load-balanced context parallelism for JAX."""
+"""plait: load-balanced context parallelism for JAX.
 
+Lays a long sequence out over the ranks of a mesh axis so that every rank does equal work, moves
+tokens between layouts without a gather, and keeps right what a reordered sequence touches.
+Start at `ContextParallel`.
+"""
+
+from plait.attention import Blockwise, attention, count_blocks
+from plait.context import ContextParallel
+from plait.exchange import all_gather, relayout, reorder, restore
 from plait.layout import Contiguous, HalfSwap, Layout, Placed, Striped, Zigzag
+from plait.lookahead import lookahead
+from plait.mask import Causal, Full, Mask, visible_pairs
+from plait.padding import pad, unpad
+from plait.positions import segment_positions, source_positions
+from plait.reduce import sum_and_count
+from plait.select import select
 
 __version__ = "0.1.0"
 
-__all__ = ["Contiguous", "HalfSwap", "Layout", "Placed", "Striped", "Zigzag"]
+__all__ = [
+    "Blockwise",
+    "Causal",
+    "ContextParallel",
+    "Contiguous",
+    "Full",
+    "HalfSwap",
+    "Layout",
+    "Mask",
+    "Placed",
+    "Striped",
+    "Zigzag",
+    "all_gather",
+    "attention",
+    "count_blocks",
+    "lookahead",
+    "pad",
+    "relayout",
+    "reorder",
+    "restore",
+    "segment_positions",
+    "select",
+    "source_positions",
+    "sum_and_count",
+    "unpad",
+    "visible_pairs",
+]

@@ -1,0 +1,52 @@
+"""Sums over all tokens of all ranks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from plait.mesh import AxisName, as_names, as_varying, is_inside, manual_axes
+
+
+def sum_and_count(
+    values: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    batch_axes: AxisName | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of per-token values over the tokens of all ranks, and how many tokens those are.
+
+    The mean over tokens is the sum divided by the count, after sums and counts of all
+    micro-batches have been added up: a mean of means of ranks or of micro-batches weighs tokens
+    unequally, and a rank without tokens makes it NaN.
+
+    Args:
+      values: any shape, a float dtype; where the mask is 0, NaN too is left out.
+      mask: the same shape, bool or 0 and 1; None counts every token.
+      axis_name: the mesh axes of the sequence, as in `relayout`.
+      batch_axes: the mesh axes of the batch; those that are manual here are summed over as well.
+
+    Returns:
+      (sum, count): float32 and int32 scalars, equal on every rank.
+
+    >>> import jax.numpy as jnp
+    >>> total, count = sum_and_count(jnp.arange(1.0, 9.0), jnp.array([0, 0, 0, 0, 0, 0, 1, 1]))
+    >>> float(total), int(count)
+    (15.0, 2)
+    """
+    values = jnp.asarray(values)
+    kept = jnp.ones(values.shape, bool) if mask is None else jnp.asarray(mask) != 0
+    if kept.shape != values.shape:
+        raise ValueError(
+            f"mask has shape {kept.shape} and values have shape {values.shape}; they need to be "
+            "equal"
+        )
+    total = jnp.where(kept, values, 0).sum(dtype=jnp.float32)
+    count = kept.sum(dtype=jnp.int32)
+    names = as_names(axis_name)
+    if not is_inside(names, "sum_and_count"):
+        return total, count
+    over = (*names, *(name for name in as_names(batch_axes) if name in manual_axes()))
+    return lax.psum(as_varying(total, over), over), lax.psum(as_varying(count, over), over)
