@@ -1,0 +1,296 @@
+"""Break plait on purpose, one plausible fault at a time, and see that the tests notice.
+
+`python tests/mutants.py` copies the package, writes each fault into the copy and runs the tests
+that ought to fail. It prints what was caught and exits with 1 if a fault survived. With words as
+arguments it runs only the faults whose names hold one of them.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MOVE = "move_array(x, layout, target, axis, name, names=names, mesh=mesh, local=False)"
+
+MUTANTS = [
+    Mutant(
+        "zigzag with an unreversed second half",
+        "layout.py",
+        "np.stack([rank, chunks - 1 - rank], axis=1)",
+        "np.stack([rank, self.ranks + rank], axis=1)",
+        "test_layout.py",
+    ),
+    Mutant(
+        "half swap with unsorted chunks",
+        "layout.py",
+        "np.sort(np.stack([kept, chunks - 1 - kept], axis=1), axis=1)",
+        "np.stack([kept, chunks - 1 - kept], axis=1)",
+        "test_layout.py",
+    ),
+    Mutant(
+        "document-major slots: still a permutation",
+        "layout.py",
+        "        return self._order\n",
+        "        r, k = np.asarray(self.chunk_ranks), len(self.chunk_ranks) // 4\n"
+        "        parts = [np.argsort(r[:k], kind='stable'), k + np.argsort(r[k:], kind='stable')]\n"
+        "        return np.concatenate(parts).reshape(self.ranks, -1)\n",
+        "test_layout.py",
+    ),
+    Mutant(
+        "a length rounded down instead of refused",
+        "layout.py",
+        "if length < 1 or length % self.multiple:",
+        "if length < 1:",
+        "test_layout.py test_exchange.py::test_errors_name_what_is_wrong",
+    ),
+    Mutant(
+        "a negative axis taken from the front",
+        "tree.py",
+        "return number % ndim",
+        "return abs(number)",
+        "test_permute.py::test_every_axis_of_every_rank",
+    ),
+    Mutant(
+        "a derivative that is the move and not its inverse",
+        "permute.py",
+        "bijection=bijection.inverse(), axis=axis",
+        "bijection=bijection, axis=axis",
+        "test_permute.py::test_transformations test_exchange.py -k derivative",
+    ),
+    Mutant(
+        "batching that forgets to shift the axis",
+        "permute.py",
+        "shifted = axis + (dim <= axis)",
+        "shifted = axis",
+        "test_permute.py::test_transformations",
+    ),
+    Mutant(
+        "narrow floats copied as floats on the CPU",
+        "permute.py",
+        "and width in (8, 16):",
+        "and width in ():",
+        "test_permute.py test_exchange.py -k every_bit",
+    ),
+    Mutant(
+        "a move by jnp.take",
+        "permute.py",
+        "        shape = x.shape\n        before, after = shape[:axis]",
+        "        if x.shape[axis] == self.sequence_length:\n"
+        "            length = self.chunk_length\n"
+        "            at = (self.sources * length)[:, None] + np.arange(length)\n"
+        "            return jnp.take(x, at.reshape(-1), axis=axis)\n"
+        "        shape = x.shape\n        before, after = shape[:axis]",
+        "test_permute.py -k no_gather",
+    ),
+    Mutant(
+        "a permutation within the shard",
+        "exchange.py",
+        "            if not matching.stays:\n",
+        "            if False:\n",
+        "test_exchange.py -k inside_shard_map[2]",
+    ),
+    Mutant(
+        "a manual region without the axis passes silently",
+        "mesh.py",
+        "    if manual:\n        named =",
+        "    if False:\n        named =",
+        "test_exchange.py -k refused",
+    ),
+    Mutant(
+        "ranks numbered in mesh order, whatever the tuple says",
+        "mesh.py",
+        "[(self._mesh_index(a), self._mesh_index(b)) for a, b in pairs]",
+        "list(pairs)",
+        "test_exchange.py -k two_mesh_axes",
+    ),
+    Mutant(
+        "stripes of an uneven all-to-all placed as if even",
+        "exchange.py",
+        "- striped_rank + ranks - 1, ranks)",
+        "- striped_rank, ranks)",
+        "test_exchange.py -k inside_shard_map[3]",
+    ),
+    Mutant(
+        "an all-gather left in layout order",
+        "exchange.py",
+        'Contiguous(layout.ranks) if order == "source" else layout',
+        "layout",
+        "test_exchange.py -k all_gather",
+    ),
+    Mutant(
+        "the whole tensor restored after the gather",
+        "exchange.py",
+        f"        x = {MOVE}\n"
+        "        if isinstance(x, np.ndarray) or not names:\n"
+        "            return x\n"
+        '        if is_inside(names, f"gathering {name}"):\n'
+        "            return gather_shards(x, axis, names)\n",
+        '        if names and is_inside(names, f"gathering {name}"):\n'
+        "            x = gather_shards(x, axis, names)\n"
+        "            return permute(x, Relayout(layout, target, x.shape[axis]), axis)\n"
+        f"        x = {MOVE}\n"
+        "        if isinstance(x, np.ndarray) or not names:\n"
+        "            return x\n",
+        "test_exchange.py -k all_gather",
+    ),
+    Mutant(
+        "labels taken after the split",
+        "lookahead.py",
+        "    value = _pull(x, layout, length, by, axis, axes)\n",
+        "    value = jnp.roll(x, -by, axis)\n",
+        "test_lookahead.py -k by_hand",
+    ),
+    Mutant(
+        "the next token whatever k is",
+        "lookahead.py",
+        "chunks_on, within = divmod(by, chunk)",
+        "chunks_on, within = divmod(1, chunk)",
+        "test_lookahead.py -k by_hand",
+    ),
+    Mutant(
+        "labels that look into the next document",
+        "lookahead.py",
+        "found = found & (pulled == segment_ids) & (segment_ids != 0)",
+        "found = found & (segment_ids != 0)",
+        "test_lookahead.py -k by_hand",
+    ),
+    Mutant(
+        "labels in padding",
+        "lookahead.py",
+        "found = exists & (ids[..., slots] == ids) & (ids != 0)",
+        "found = exists & (ids[..., slots] == ids)",
+        "test_lookahead.py -k padding",
+    ),
+    Mutant(
+        "a mask by slot",
+        "positions.py",
+        "    return _spread(jnp.asarray(starts.reshape(-1)), length)\n",
+        "    return lax.iota(jnp.int32, sequence_length)\n",
+        "test_attention.py -k heads_masks",
+    ),
+    Mutant(
+        "queries masked by slot, keys by position",
+        "positions.py",
+        "    return _spread(of_rank(starts, rank), length)\n",
+        "    return lax.iota(jnp.int32, per_rank) + rank * per_rank\n",
+        "test_attention.py -k float64_on_every_layout[False-3]",
+    ),
+    Mutant(
+        "attention across documents",
+        "attention/kernels.py",
+        "visible &= (q_ids[:, None] == k_ids[None, :]) & (k_ids[None, :] != 0)",
+        "visible &= k_ids[None, :] != 0",
+        "test_attention.py -k another_document",
+    ),
+    Mutant(
+        "padding that attends to padding",
+        "attention/kernels.py",
+        "visible &= (q_ids[:, None] == k_ids[None, :]) & (k_ids[None, :] != 0)",
+        "visible &= q_ids[:, None] == k_ids[None, :]",
+        "test_attention.py::test_lse_and_its_gradient",
+    ),
+    Mutant(
+        "a wholly masked row divided by zero",
+        "attention/kernels.py",
+        "jnp.where(total == 0, 1.0, total)",
+        "total",
+        "test_attention.py::test_a_row_that_sees_nothing",
+    ),
+    Mutant(
+        "the gradient of the scores without the scale",
+        "attention/kernels.py",
+        "(p * (d_p - delta[..., None]) * s.scale)",
+        "(p * (d_p - delta[..., None]))",
+        "test_attention.py -k heads_masks",
+    ),
+    Mutant(
+        "query heads dealt to the wrong key heads",
+        "attention/kernels.py",
+        "    return x.reshape(x.shape[0], x.shape[1] // group, -1, *x.shape[3:])",
+        "    x = x.reshape(x.shape[0], group, -1, *x.shape[2:]).swapaxes(1, 2)\n"
+        "    return x.reshape(*x.shape[:2], -1, *x.shape[4:])",
+        "test_attention.py -k heads_masks",
+    ),
+    Mutant(
+        "half-visible blocks skipped",
+        "mask.py",
+        "return k_least <= q_most",
+        "return k_most <= q_most",
+        "test_mask.py test_attention.py -k 'block or heads_masks'",
+    ),
+    Mutant(
+        "no block skipped",
+        "mask.py",
+        "return k_least <= q_most",
+        "return k_least <= k_most",
+        "test_attention.py -k skipped_blocks",
+    ),
+    Mutant(
+        "a mean of the ranks' means",
+        "reduce.py",
+        "lax.psum(as_varying(count, over), over)",
+        "lax.pmean(as_varying(count, over), over)",
+        "test_reduce.py",
+    ),
+    Mutant(
+        "positions within documents that run on",
+        "positions.py",
+        "ids[..., 1:] != ids[..., :-1]",
+        "ids[..., 1:] < ids[..., :-1]",
+        "test_positions.py -k segment",
+    ),
+]
+
+
+def caught(mutant: Mutant, root: pathlib.Path) -> bool:
+    """Whether the tests fail on a copy of the package that holds the fault."""
+    with tempfile.TemporaryDirectory() as scratch:
+        package = pathlib.Path(scratch) / "plait"
+        shutil.copytree(root / "src" / "plait", package)
+        path = package / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.name}: its line stands {text.count(mutant.old)} times")
+        path.write_text(text.replace(mutant.old, mutant.new))
+        tests = f"cd '{root / 'tests'}' && '{sys.executable}' -m pytest -x -q -p no:cacheprovider"
+        run = subprocess.run(
+            f"{tests} {mutant.tests.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}",
+            shell=True,
+            env={**os.environ, "PYTHONPATH": scratch},
+            capture_output=True,
+            text=True,
+        )
+    if run.returncode not in (0, 1):
+        raise SystemExit(f"{mutant.name}: the tests did not run\n{run.stdout}{run.stderr}")
+    return run.returncode == 1
+
+
+def main(words: list[str]) -> int:
+    root = pathlib.Path(__file__).resolve().parent.parent
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    survivors = 0
+    for mutant in chosen:
+        start = time.perf_counter()
+        found = caught(mutant, root)
+        survivors += not found
+        verdict = "caught  " if found else "SURVIVED"
+        print(f"{verdict} {time.perf_counter() - start:5.1f} s  {mutant.name}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} faults caught")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
