@@ -23,7 +23,7 @@ class Mutant(NamedTuple):
     tests: str
 
 
-MOVE = "move_array(x, layout, target, axis, name, names=names, mesh=mesh, local=False)"
+MOVE = "move_array(x, layout, target, axis, name, names=names, mesh=mesh, local=local)"
 
 MUTANTS = [
     Mutant(
@@ -134,7 +134,7 @@ MUTANTS = [
         "the whole tensor restored after the gather",
         "exchange.py",
         f"        x = {MOVE}\n"
-        "        if isinstance(x, np.ndarray) or not names:\n"
+        "        if isinstance(x, np.ndarray) or not names or local:\n"
         "            return x\n"
         '        if is_inside(names, f"gathering {name}"):\n'
         "            return gather_shards(x, axis, names)\n",
@@ -142,7 +142,7 @@ MUTANTS = [
         "            x = gather_shards(x, axis, names)\n"
         "            return permute(x, Relayout(layout, target, x.shape[axis]), axis)\n"
         f"        x = {MOVE}\n"
-        "        if isinstance(x, np.ndarray) or not names:\n"
+        "        if isinstance(x, np.ndarray) or not names or local:\n"
         "            return x\n",
         "test_exchange.py -k all_gather",
     ),

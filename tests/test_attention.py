@@ -83,14 +83,13 @@ def test_equals_float64_on_every_layout(ranks, packed, mesh_of, rng):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("mask", [Causal(), Full()])
-def test_heads_masks_and_odd_lengths(heads, kv_heads, mask, rng):
+@pytest.mark.parametrize("kernel", [Blockwise(16, 24), Blockwise(10, 25)], ids=["padded", "even"])
+def test_heads_masks_and_odd_lengths(heads, kv_heads, mask, kernel, rng):
     length = 50
     arrays = inputs(rng, 2, length, heads, kv_heads)
     layout = Zigzag(5)
     positions = oracle.positions(layout, length)
-    attend = functools.partial(
-        plait.attention, layout=layout, mask=mask, kernel=Blockwise(16, 24), scale=0.3
-    )
+    attend = functools.partial(plait.attention, layout=layout, mask=mask, kernel=kernel, scale=0.3)
     found = jax.jit(with_gradients(attend))(*arrays)
     q, k, v, d_out = arrays
     seen = np.broadcast_to(

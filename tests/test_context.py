@@ -4,6 +4,9 @@ import pickle
 import jax
 import numpy as np
 import pytest
+from errors import refused
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import plait
 from plait import ContextParallel, Contiguous, HalfSwap, Striped, Zigzag
@@ -96,3 +99,45 @@ def test_the_public_names():
     methods = [name for name in dir(ContextParallel) if not name.startswith("_")]
     functions = set(methods) - {"to_dict", "from_dict", "layout"}
     assert functions <= set(plait.__all__), functions - set(plait.__all__)
+
+
+def test_local_works_within_the_shard(rng):
+    """A region manual over the batch alone, each device holding whole sequences."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    cp = ContextParallel(Zigzag(4))
+    x = rng.normal(size=(2, 16, 2, 4)).astype(np.float32)
+
+    def everything(x, local):
+        moved = cp.reorder(x, local=local)
+        out = cp.attention(moved, moved, moved, local=local)
+        ahead = cp.lookahead(out, fill=0, local=local)
+        whole = cp.all_gather(ahead, local=local)
+        total, _ = cp.sum_and_count(whole, local=local)
+        return cp.select(cp.restore(moved, local=local), [3], local=local), total[None]
+
+    def over_data(local):
+        return jax.shard_map(
+            lambda x: everything(x, local), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )
+
+    rows, totals = jax.jit(over_data(True))(x)
+    for row in range(2):
+        row_alone, total_alone = everything(jax.numpy.asarray(x[row : row + 1]), False)
+        np.testing.assert_array_equal(rows[row], row_alone[0])
+        np.testing.assert_allclose(totals[row], total_alone[0], rtol=1e-5)
+    refused(lambda: jax.jit(over_data(False))(x), "manual over ['data']", "local=True")
+    for call in (
+        lambda x: cp.attention(x, x, x),
+        lambda x: cp.select(x, [3]),
+        cp.all_gather,
+        lambda x: cp.sum_and_count(x)[0][None],
+    ):
+        alone = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        refused(lambda alone=alone: jax.jit(alone)(x), "local=True")
+
+
+def test_empty_arrays_pass():
+    cp = ContextParallel(Zigzag(2))
+    for x in (np.zeros((0, 8)), jax.numpy.zeros((0, 8)), jax.numpy.zeros((1, 8, 0))):
+        assert cp.reorder(x).shape == x.shape
+        assert cp.lookahead(x, fill=0).shape == x.shape

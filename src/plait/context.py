@@ -140,10 +140,17 @@ class ContextParallel:
         order: Literal["source", "layout"] = "source",
         *,
         mesh: AnyMesh | None = None,
+        local: bool = False,
     ) -> Any:
         """The whole of every leaf on every rank, in source order; see `plait.all_gather`."""
         return exchange.all_gather(
-            tree, self.layout, axis=axis, axis_name=self.axis_name, order=order, mesh=mesh
+            tree,
+            self.layout,
+            axis=axis,
+            axis_name=self.axis_name,
+            order=order,
+            mesh=mesh,
+            local=local,
         )
 
     def lookahead(
@@ -171,11 +178,23 @@ class ContextParallel:
         )
 
     def select(
-        self, x: Any, source_positions: Any, axis: int = 1, *, mesh: AnyMesh | None = None
+        self,
+        x: Any,
+        source_positions: Any,
+        axis: int = 1,
+        *,
+        mesh: AnyMesh | None = None,
+        local: bool = False,
     ) -> Any:
         """The rows of x at some source positions, on every rank; see `plait.select`."""
         return select(
-            x, source_positions, self.layout, axis=axis, axis_name=self.axis_name, mesh=mesh
+            x,
+            source_positions,
+            self.layout,
+            axis=axis,
+            axis_name=self.axis_name,
+            mesh=mesh,
+            local=local,
         )
 
     def pad(self, tree: Any, fill: Any, axis: Axis = 1) -> Any:
@@ -187,10 +206,16 @@ class ContextParallel:
         return padding.unpad(tree, sequence_length, axis=axis)
 
     def sum_and_count(
-        self, values: jax.Array, mask: jax.Array | None = None
+        self, values: jax.Array, mask: jax.Array | None = None, *, local: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """The sum over the tokens of all ranks and their number; see `plait.sum_and_count`."""
-        return sum_and_count(values, mask, axis_name=self.axis_name, batch_axes=self.batch_axes)
+        return sum_and_count(
+            values,
+            mask,
+            axis_name=self.axis_name,
+            batch_axes=self.batch_axes,
+            local=local,
+        )
 
     def attention(
         self,
@@ -205,6 +230,7 @@ class ContextParallel:
         kernel: Blockwise | Literal["auto", "blockwise"] = "auto",
         scale: float | None = None,
         mesh: AnyMesh | None = None,
+        local: bool = False,
     ) -> jax.Array:
         """Exact attention over the sequence; see `plait.attention`."""
         return attention(
@@ -222,6 +248,7 @@ class ContextParallel:
             kernel=kernel,
             scale=scale,
             mesh=mesh,
+            local=local,
         )
 
     def source_positions(self, sequence_length: int) -> np.ndarray | jax.Array:

@@ -140,17 +140,24 @@ class ChunkExchange:
         return matchings(self.move.sources, self.axes.size)
 
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
-        shape = x.shape
-        places = len(self.matchings)
-        chunked = x.reshape(*shape[:axis], places, -1, *shape[axis + 1 :])
         rank = self.axes.rank()
         received = []
         for matching in self.matchings:
-            chunk = _at_place(chunked, matching.sent, rank, axis)
+            chunk = self._at_place(x, matching.sent, rank, axis)
             if not matching.stays:
                 chunk = self.axes.ppermute(chunk, enumerate(matching.targets))
             received.append(chunk)
-        return self._in_place(received, rank, axis).reshape(shape)
+        return self._in_place(received, rank, axis)
+
+    def _at_place(
+        self, x: jax.Array, places: tuple[int, ...], rank: jax.Array, axis: int
+    ) -> jax.Array:
+        """The chunk in the one place of `axis` that this rank's entry of `places` names."""
+        length = x.shape[axis] // len(self.matchings)
+        starts = np.array(places, np.int32) * length
+        if len(set(places)) == 1:
+            return lax.slice_in_dim(x, int(starts[0]), int(starts[0]) + length, axis=axis)
+        return lax.dynamic_slice_in_dim(x, of_rank(starts, rank), length, axis)
 
     def _in_place(self, received: list[jax.Array], rank: jax.Array, axis: int) -> jax.Array:
         """The received chunks joined, each where this rank's table says it belongs."""
@@ -166,16 +173,8 @@ class ChunkExchange:
             )
         joined = lax.concatenate(received, axis)
         return lax.concatenate(
-            [_at_place(joined, tuple(row.tolist()), rank, axis) for row in order], axis
+            [self._at_place(joined, tuple(row.tolist()), rank, axis) for row in order], axis
         )
-
-
-def _at_place(x: jax.Array, places: tuple[int, ...], rank: jax.Array, axis: int) -> jax.Array:
-    """The one place of `axis` that this rank's entry of `places` names, dimension kept."""
-    if len(set(places)) == 1:
-        return lax.slice_in_dim(x, places[0], places[0] + 1, axis=axis)
-    place = of_rank(np.array(places, np.int32), rank)
-    return lax.dynamic_slice_in_dim(x, place, 1, axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +194,8 @@ class StripedRoll:
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
         shape, ranks = x.shape, self.axes.size
         rows, hop = divmod(self.roll, ranks)
-        stripes = x.reshape(*shape[:axis], self.stripes_per_rank, -1, *shape[axis + 1 :])
+        length = shape[axis] // self.stripes_per_rank
+        stripes = x.reshape(*shape[:axis], self.stripes_per_rank, length, *shape[axis + 1 :])
         if hop:
             stripes = self.axes.ppermute(stripes, [((r + hop) % ranks, r) for r in range(ranks)])
         wrapped = self.axes.rank() + hop >= ranks
@@ -248,15 +248,16 @@ class StripedExchange:
         """A shard as [..., rank that receives, stripes for it, ...]."""
         before, after = x.shape[:axis], x.shape[axis + 1 :]
         ranks, stripes, rows = self.axes.size, self.stripes_per_rank, self._rows
-        x = x.reshape(*before, stripes, -1, *after)
+        length = x.shape[axis] // stripes
+        x = x.reshape(*before, stripes, length, *after)
         if self.to_stripes:
             x = _pad_end(x, rows * ranks - stripes, axis)
-            x = x.reshape(*before, rows, ranks, -1, *after).swapaxes(axis, axis + 1)
+            x = x.reshape(*before, rows, ranks, length, *after).swapaxes(axis, axis + 1)
             if self._divides:
                 return x
             return _roll_dynamic(x, lax.rem(ranks - lax.rem(rank * stripes, ranks), ranks), axis)
         if self._divides:
-            return x.reshape(*before, ranks, rows, -1, *after)
+            return x.reshape(*before, ranks, rows, length, *after)
         x = _pad_end(x, rows, axis)
         firsts = [self._first_row(rank, jnp.int32(other)) for other in range(ranks)]
         sends = [lax.dynamic_slice_in_dim(x, first, rows, axis) for first in firsts]
@@ -264,12 +265,12 @@ class StripedExchange:
 
     def unpack(self, x: jax.Array, axis: int, rank: jax.Array) -> jax.Array:
         """The shard from [..., rank that sent, stripes from it, ...]."""
-        before, after = x.shape[:axis], x.shape[axis + 3 :]
+        before, length, after = x.shape[:axis], x.shape[axis + 2], x.shape[axis + 3 :]
         ranks, stripes, rows = self.axes.size, self.stripes_per_rank, self._rows
         if not self.to_stripes:
             if not self._divides:
                 x = _roll_dynamic(x, lax.rem(rank * stripes, ranks), axis)
-            x = x.swapaxes(axis, axis + 1).reshape(*before, rows * ranks, -1, *after)
+            x = x.swapaxes(axis, axis + 1).reshape(*before, rows * ranks, length, *after)
             x = lax.slice_in_dim(x, 0, stripes, axis=axis)
         elif not self._divides:
             parts = [lax.index_in_dim(x, other, axis, keepdims=False) for other in range(ranks)]
@@ -278,7 +279,7 @@ class StripedExchange:
                 first = self._first_row(rank, jnp.int32(other))
                 x = lax.dynamic_update_slice_in_dim(x, part, first, axis)
             x = lax.slice_in_dim(x, 0, stripes, axis=axis)
-        return x.reshape(*before, -1, *after)
+        return x.reshape(*before, stripes * length, *after)
 
 
 def _pad_end(x: jax.Array, count: int, axis: int) -> jax.Array:
@@ -571,6 +572,7 @@ def all_gather(
     axis_name: AxisName | None = None,
     order: Literal["source", "layout"] = "source",
     mesh: AnyMesh | None = None,
+    local: bool = False,
 ) -> Any:
     """The whole of every leaf on every rank, in source order at the price of a plain all-gather.
 
@@ -579,7 +581,8 @@ def all_gather(
     `order="layout"` gathers the slots as they lie. Arguments and errors as in `relayout`.
 
     Inside `jax.shard_map` the result counts as varying over the axis. Outside, the sequence axis
-    of the result is unsharded and the other dimensions stay as they are.
+    of the result is unsharded and the other dimensions stay as they are. Inside a region that is
+    manual over some mesh axes only, XLA gathers the batch over the others first: make all manual.
 
     >>> import numpy as np
     >>> from plait import Zigzag
@@ -592,8 +595,8 @@ def all_gather(
     target = Contiguous(layout.ranks) if order == "source" else layout
 
     def gather(x: Any, axis: int, name: str) -> Any:
-        x = move_array(x, layout, target, axis, name, names=names, mesh=mesh, local=False)
-        if isinstance(x, np.ndarray) or not names:
+        x = move_array(x, layout, target, axis, name, names=names, mesh=mesh, local=local)
+        if isinstance(x, np.ndarray) or not names or local:
             return x
         if is_inside(names, f"gathering {name}"):
             return gather_shards(x, axis, names)

@@ -208,13 +208,14 @@ def _pull(
     """
     chunk = layout.chunk_length(length)
     chunks_on, within = divmod(by, chunk)
-    chunked = x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
+    before, after, chunks = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // chunk
+    chunked = x.reshape(*before, chunks, chunk, *after)
     pieces = []
     for start, stop, roll in ((within, chunk, chunks_on), (0, within, chunks_on + 1)):
         if start == stop:
             continue
         piece = lax.slice_in_dim(chunked, start, stop, axis=axis + 1)
-        flat = piece.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+        flat = piece.reshape(*before, chunks * (stop - start), *after)
         move = Relayout(layout, layout, length, roll)
         moved = permute(flat, move, axis) if axes is None else exchange(flat, move, axis, axes)
         pieces.append(moved.reshape(piece.shape))

@@ -23,7 +23,10 @@ def as_names(axis_name: AxisName | None) -> tuple[str, ...]:
     """Axis names as a tuple, major first; () for None."""
     if axis_name is None:
         return ()
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list):
+        names = (names,)
+    names = tuple(names)
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise TypeError(
             f"axis_name is {axis_name!r}; it needs to be a mesh axis name, such as 'context', or "
@@ -101,8 +104,8 @@ def is_inside(names: tuple[str, ...], what: str) -> bool:
             + (
                 f"add {missing} to the axis_names of that jax.shard_map"
                 if missing
-                else "name the mesh axis of the sequence, or pass local=True to permute within "
-                "the shard"
+                else "name the mesh axis of the sequence, or pass local=True to work within the "
+                "shard as if it were the whole"
             )
         )
     return False

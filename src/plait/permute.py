@@ -145,11 +145,11 @@ class Relayout:
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
         """Permute the whole axis on one device; its length may be any multiple of `chunks`."""
         shape = x.shape
-        before, after = shape[:axis], shape[axis + 1 :]
+        before, after, length = shape[:axis], shape[axis + 1 :], shape[axis] // self.chunks
         if self.rows is not None:
-            matrix = x.reshape(*before, self.rows, self.chunks // self.rows, -1, *after)
+            matrix = x.reshape(*before, self.rows, self.chunks // self.rows, length, *after)
             return matrix.swapaxes(axis, axis + 1).reshape(shape)
-        chunked = x.reshape(*before, self.chunks, -1, *after)
+        chunked = x.reshape(*before, self.chunks, length, *after)
         columns = [
             lax.concatenate([_take_progression(chunked, axis, *part) for part in column], axis)
             for column in self.columns

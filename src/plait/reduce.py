@@ -15,6 +15,7 @@ def sum_and_count(
     *,
     axis_name: AxisName | None = None,
     batch_axes: AxisName | None = None,
+    local: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of per-token values over the tokens of all ranks, and how many tokens those are.
 
@@ -27,6 +28,7 @@ def sum_and_count(
       mask: the same shape, bool or 0 and 1; None counts every token.
       axis_name: the mesh axes of the sequence, as in `relayout`.
       batch_axes: the mesh axes of the batch; those that are manual here are summed over as well.
+      local: sum over what this call is given, although it stands in a manual region.
 
     Returns:
       (sum, count): float32 and int32 scalars, equal on every rank.
@@ -46,7 +48,7 @@ def sum_and_count(
     total = jnp.where(kept, values, 0).sum(dtype=jnp.float32)
     count = kept.sum(dtype=jnp.int32)
     names = as_names(axis_name)
-    if not is_inside(names, "sum_and_count"):
+    if local or not is_inside(names, "sum_and_count"):
         return total, count
     over = (*names, *(name for name in as_names(batch_axes) if name in manual_axes()))
     return lax.psum(as_varying(total, over), over), lax.psum(as_varying(count, over), over)

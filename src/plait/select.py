@@ -39,6 +39,7 @@ def select(
     axis: int = 1,
     axis_name: AxisName | None = None,
     mesh: AnyMesh | None = None,
+    local: bool = False,
 ) -> Any:
     """The rows of x at some source positions, on every rank.
 
@@ -47,7 +48,7 @@ def select(
       source_positions: integers [rows], or [batch, rows] where the batch is the first axis of x.
       layout: the layout that x is in.
       axis: the sequence axis of x.
-      axis_name, mesh: as in `relayout`.
+      axis_name, mesh, local: as in `relayout`.
 
     Returns:
       x with the sequence axis replaced by the rows. Sharded, it communicates one sum of the rows
@@ -63,7 +64,7 @@ def select(
     array([7, 2])
     """
     names = as_names(axis_name)
-    inside = is_inside(names, "select")
+    inside = not local and is_inside(names, "select")
     on_host = isinstance(x, np.ndarray) and not inside
     if not on_host:
         x = jnp.asarray(x)
@@ -78,7 +79,7 @@ def select(
     if axes is not None:
         check_ranks(layout, axes.size, names)
         return _select(x, source_positions, layout, axis, axes)
-    if not names:
+    if not names or local:
         check_whole(x, axis, "x")
         return _select(x, source_positions, layout, axis, None)
     mesh = find_mesh([x], names, mesh)

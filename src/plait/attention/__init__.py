@@ -52,6 +52,7 @@ def attention(
     kernel: Blockwise | Literal["auto", "blockwise"] = "auto",
     scale: float | None = None,
     mesh: AnyMesh | None = None,
+    local: bool = False,
 ) -> jax.Array:
     """Exact attention over a sequence whose tokens lie in the order of `layout`.
 
@@ -77,6 +78,8 @@ def attention(
       kernel: "blockwise" or a `Blockwise` with block sizes; "auto" is "blockwise".
       scale: of the scores before softmax; head_dim ** -0.5 by default.
       mesh: the mesh, where neither `jax.set_mesh` nor the arrays say it.
+      local: take the arrays to hold the whole sequence, although the call stands in a manual
+        region.
 
     Returns:
       [batch, sequence, heads, v_head_dim] in the dtype of q, laid out as q is. A token that sees
@@ -96,7 +99,7 @@ def attention(
     """
     names = as_names(axis_name)
     mask = Causal() if mask is None else mask
-    inside = is_inside(names, "attention")
+    inside = not local and is_inside(names, "attention")
     _check_shapes(q, k, v, segment_ids, source_positions, mask)
     _check_strategy(strategy)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -109,7 +112,7 @@ def attention(
         check_ranks(layout, axes.size, names)
         return call.run(q, k, v, ids, positions, axes)
     batch, heads = as_names(batch_axes), as_names(head_axes)
-    if not (names or batch or heads):
+    if local or not (names or batch or heads):
         return call.run(q, k, v, ids, positions, None)
     mesh = find_mesh([q], (*names, *batch, *heads), mesh)
     if names:
@@ -117,6 +120,11 @@ def attention(
         check_ranks(layout, axes.size, names)
     _check_divides(q, k, mesh, names, batch, heads)
     specs = [_head_spec(x, mesh, batch, names, heads) for x in (q, k, v)]
+    if len({(spec[0], spec[2]) for spec in specs}) > 1:
+        raise ValueError(
+            f"q, k and v are sharded as {specs[0]}, {specs[1]} and {specs[2]}; batch and heads "
+            "need to lie on the same mesh axes in all three"
+        )
     ids_spec = PartitionSpec(specs[0][0], specs[0][1])
     positions_spec = None
     if positions is not None:

@@ -244,6 +244,7 @@ def _scores(
     if s.masks_ids:
         visible &= (q_ids[:, None] == k_ids[None, :]) & (k_ids[None, :] != 0)
     scores = _dot("hqd,htd->hqt", q, k) * s.scale
+    visible = jnp.broadcast_to(visible, (s.q_block, s.k_block))
     visible = jnp.tile(visible, (q.shape[1] // s.q_block, 1))
     return jnp.where(visible, scores, -jnp.inf)
 
