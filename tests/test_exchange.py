@@ -300,6 +300,22 @@ def test_transformations(layout, mesh_of, rng):
     oracle.same_bits(scanned, twice)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", [Zigzag(4), Striped(4)])
+def test_vmap_beside_other_axes(kind, layout):
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto, kind))
+    length = length_of(layout)
+    host = np.arange(2 * 3 * length, dtype=np.float32).reshape(2, 3, length)
+    x = jax.device_put(host, NamedSharding(mesh, P("data", None, "context")))
+    cp = ContextParallel(layout, "context")
+    with jax.set_mesh(mesh):
+        for in_axis in (0, 1):
+            moved = jax.jit(jax.vmap(cp.reorder, in_axes=in_axis, out_axes=in_axis))(x)
+            oracle.same_bits(moved, oracle.reorder(host, layout, 2))
+            whole = jax.jit(jax.vmap(cp.all_gather, in_axes=in_axis, out_axes=in_axis))(moved)
+            oracle.same_bits(whole, host)
+
+
 def test_without_jit_inside_shard_map(mesh_of):
     x = np.arange(16.0, dtype=np.float32)[None]
     cp = ContextParallel(Zigzag(4), "context")

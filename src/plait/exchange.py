@@ -303,14 +303,14 @@ class StripedOverMesh:
 
     exchange: StripedExchange
     mesh: AnyMesh
-    spec: PartitionSpec
 
     def inverse(self) -> StripedOverMesh:
         return dataclasses.replace(self, exchange=self.exchange.inverse())
 
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
         exchange, names = self.exchange, self.exchange.axes.names
-        before, after = self.spec[:axis], self.spec[axis + 1 :]
+        spec = sharded_spec(x, axis, names, self.mesh)  # of x as vmap may have batched it
+        before, after = spec[:axis], spec[axis + 1 :]
         sent = PartitionSpec(*before, as_entry(names), None, None, None, *after)
         received = PartitionSpec(*before, None, as_entry(names), None, None, *after)
 
@@ -323,9 +323,9 @@ class StripedOverMesh:
 
         manual = explicit_axes(self.mesh) | set(names)
         in_region = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=manual)
-        packed = in_region(pack, in_specs=self.spec, out_specs=sent)(x)
+        packed = in_region(pack, in_specs=spec, out_specs=sent)(x)
         packed = _reshard(packed, {axis: None, axis + 1: as_entry(names)}, names, self.mesh)
-        return in_region(unpack, in_specs=received, out_specs=self.spec)(packed)
+        return in_region(unpack, in_specs=received, out_specs=spec)(packed)
 
 
 def _reshard(
@@ -419,7 +419,7 @@ def _over_mesh(
     manual = explicit_axes(mesh) | set(names)
     bijection = _bijection(move, Axes.on(mesh, names))
     if isinstance(bijection, StripedExchange) and manual != set(mesh.axis_names):
-        over_mesh = StripedOverMesh(bijection, mesh, spec)
+        over_mesh = StripedOverMesh(bijection, mesh)
         return jax.jit(lambda x: apply_bijection(over_mesh, x, axis))
     return jax.jit(
         jax.shard_map(
