@@ -1,0 +1,26 @@
+"""The command line: `plait demo`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from plait.cli import demo
+from plait.cli.arguments import Parser, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 2, after one line on stderr, for a user's error.
+
+    >>> main(["demo", "--ranks", "0"])
+    2
+    """
+    parser = Parser(prog="plait", description="Load-balanced context parallelism for JAX.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.add_command(commands)
+    try:
+        arguments = parser.parse_args(argv)
+        return arguments.run(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2

@@ -1,0 +1,55 @@
+"""Arguments whose errors are one line, with the value that was given and one that works."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """What the user is to be told, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `UserError` where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}")
+
+
+def integer(flag: str, least: int, most: int, works: int) -> Callable[[str], int]:
+    """The `type` of an argument that is an integer from `least` to `most`.
+
+    >>> integer("--ranks", 2, 16, works=8)("0")
+    Traceback (most recent call last):
+    argparse.ArgumentError: --ranks is 0; it needs to be an integer from 2 to 16: 8 works
+    """
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            shown = repr(text) if value is None else value
+            # An ArgumentTypeError would be printed behind "argument --ranks:".
+            raise argparse.ArgumentError(
+                None,
+                f"{flag} is {shown}; it needs to be an integer from {least} to {most}: "
+                f"{works} works",
+            )
+        return value
+
+    return parse
+
+
+def require_extra(command: str, extra: str, packages: Sequence[str]) -> None:
+    """UserError, naming the extra, where not all of its packages are installed."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"{command}: {' and '.join(missing)} {verb} not installed: pip install 'plait[{extra}]'"
+        )
