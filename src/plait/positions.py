@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from jax import lax
 
 from plait.layout import Layout, Striped
 from plait.mesh import AxisName, as_names, bound_axes, check_ranks, is_inside, of_rank
+
+Ids = TypeVar("Ids", np.ndarray, jax.Array)
 
 
 def source_positions(
@@ -78,7 +82,7 @@ def slots_of_positions(
     return jnp.asarray(place)[chunk] * length + within
 
 
-def segment_positions(segment_ids: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+def segment_positions(segment_ids: Ids) -> Ids:
     """The position of each token within its document, in source order; 0 where the id is 0.
 
     What RoPE takes for packed documents. Count before reordering: from ids in another order the

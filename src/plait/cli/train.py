@@ -83,7 +83,7 @@ def train(
         ids = segment_ids[row : row + 1]
         # In source order: once the tokens are reordered, positions can't be counted any more.
         batch = {"tokens": tokens[row : row + 1], "segment_ids": ids}
-        batch["positions"] = np.asarray(segment_positions(ids))
+        batch["positions"] = segment_positions(ids)
         return jax.device_put(cp.reorder(batch), by_sequence)
 
     with jax.set_mesh(mesh):
