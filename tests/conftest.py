@@ -1,9 +1,18 @@
-"""Eight virtual CPU devices for every test, set before jax starts a backend."""
+"""Eight virtual CPU devices for every test, set before jax starts a backend.
+
+Compiling is most of what the tests do, so LLVM is told not to optimise, which changes no HLO, and
+what was compiled to be run is not compiled again to be read.
+"""
 
 import os
+import tempfile
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+    )
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -14,6 +23,11 @@ from hypothesis import settings
 
 settings.register_profile("plait", deadline=None, derandomize=True)
 settings.load_profile("plait")
+
+_compiled = tempfile.TemporaryDirectory()
+jax.config.update("jax_compilation_cache_dir", _compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture

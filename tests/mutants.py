@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "an all-gather left in layout order",
         "exchange.py",
-        'Contiguous(layout.ranks) if order == "source" else layout',
+        '_contiguous(layout) if order == "source" else layout',
         "layout",
         "test_exchange.py -k all_gather",
     ),

@@ -399,6 +399,45 @@ def test_a_rank_with_no_real_token(valid, padded, ranks, mesh_of, rng):
     np.testing.assert_array_equal(found[0][:, valid:], 0)
 
 
+def test_an_undefined_loss_in_padding_does_not_spread(rng):
+    """A norm without epsilon after attention is 0 / 0 in padding, and so is its gradient."""
+    q, k, v, d_out = inputs(rng, 1, 32)
+    ids = np.array([[1] * 20 + [2] * 5 + [0] * 7], np.int32)
+    d_out[:, 25:] = np.nan
+    attend = functools.partial(plait.attention, layout=Contiguous(1), segment_ids=ids)
+    found = with_gradients(attend)(*(jnp.asarray(x) for x in (q, k, v, d_out)))
+    d_out[:, 25:] = 0
+    seen = oracle.visible(np.arange(32), ids)
+    assert_close(found, oracle.attention(q, k, v, seen, d_out=d_out))
+
+
+def test_explicit_arrays_without_an_axis_name(rng):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    q, k, v, _ = inputs(rng, 4, 16)
+    wanted = oracle.attention(q, k, v, np.tile(oracle.visible(np.arange(16)), (4, 1, 1)))
+    ids = np.ones((4, 16), int)
+    with jax.set_mesh(mesh):
+        on_mesh = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (q, k, v)]
+        out = plait.attention(*on_mesh, Contiguous(1), segment_ids=ids)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        positions = np.arange(16)
+        out = plait.attention(*on_mesh, Contiguous(1), source_positions=positions)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        by_sequence = [jax.device_put(x, NamedSharding(mesh, P(None, "data"))) for x in (q, k, v)]
+        refused(
+            lambda: plait.attention(*by_sequence, Contiguous(1)), "sequence", "sharded over 'data'"
+        )
+
+
+def test_an_eager_call_traces_once(rng, monkeypatch):
+    from plait.attention import kernels
+
+    q, k, v, _ = (jnp.asarray(x) for x in inputs(rng, 1, 16))
+    first = plait.attention(q, k, v, Zigzag(2))
+    monkeypatch.setattr(kernels, "_visits", None)  # what a second trace would call
+    np.testing.assert_array_equal(plait.attention(q, k, v, Zigzag(2)), first)
+
+
 def test_errors_name_what_is_wrong(mesh_of):
     x = jnp.ones((2, 16, 4, 8))
     attend = functools.partial(plait.attention, layout=Zigzag(2))
@@ -410,6 +449,15 @@ def test_errors_name_what_is_wrong(mesh_of):
     refused(lambda: attend(x, x, x, strategy="ring"), "'ring'", "'all_gather'")
     refused(lambda: attend(x, x, x, kernel="splash"), "'splash'", "'blockwise'")
     refused(lambda: attend(x, x, x, mask="causal"), "'causal'", "Causal()", error=TypeError)
+    refused(
+        lambda: jax.jit(lambda s: attend(x, x, x, scale=s))(0.5),
+        *("scale", "traced", "multiply q"),
+        error=TypeError,
+    )
+    refused(lambda: attend(x[..., :0], x[..., :0], x), "(2, 16, 4, 0)")
+    refused(lambda: attend([1], x, x), "q is a list", error=TypeError)
+    refused(lambda: Blockwise(0, 16), "q_block is 0")
+    refused(lambda: attend(x, x, x, segment_ids=np.full((2, 16), 2**40)), "segment_ids", "int32")
     refused(lambda: attend(x.astype(int), x, x), "int", "bfloat16", error=TypeError)
     refused(lambda: attend(x[:, :15], x[:, :15], x[:, :15]), "length 15", "pad to 16")
     on_mesh = functools.partial(attend, axis_name="context", mesh=mesh_of(2))

@@ -325,17 +325,40 @@ def test_without_jit_inside_shard_map(mesh_of):
     oracle.same_bits(eager(x), oracle.reorder(x, Zigzag(4), 1))
 
 
-def test_a_copy_on_every_rank_may_be_moved(mesh_of):
-    """Under check_vma a value that does not vary over the axis is cast, not refused."""
-    shard = np.arange(4.0, dtype=np.float32)[None]
+def test_a_copy_on_every_rank_is_no_shard(mesh_of):
+    """A forgotten entry of in_specs would give a loss over four copies, with right shapes."""
+    shard = np.arange(8.0, dtype=np.float32)[None]
     cp = ContextParallel(Zigzag(4), "context")
-    fn = jax.shard_map(
-        lambda: cp.reorder(jnp.asarray(shard)),
-        mesh=mesh_of(4),
-        in_specs=(),
-        out_specs=P(None, "context"),
-    )
-    oracle.same_bits(jax.jit(fn)(), oracle.reorder(np.tile(shard, (1, 4)), Zigzag(4), 1))
+
+    def forgotten(fn):
+        return jax.jit(
+            jax.shard_map(fn, mesh=mesh_of(4), in_specs=P(), out_specs=P(None, "context"))
+        )
+
+    for call in (
+        cp.reorder,
+        cp.all_gather,
+        lambda x: cp.lookahead(x, fill=0),
+        lambda x: cp.select(x, [0]),
+        lambda x: cp.sum_and_count(x)[0][None, None],
+        lambda x: cp.attention(*[x.reshape(1, -1, 1, 1)] * 3)[..., 0, 0],
+    ):
+        refused(
+            lambda call=call: forgotten(call)(shard), "the same on every rank", "'context'", "pcast"
+        )
+
+    def meant(x):
+        return cp.reorder(jax.lax.pcast(x, "context", to="varying"))
+
+    wanted = oracle.reorder(np.tile(shard, (1, 4)), Zigzag(4), 1)
+    oracle.same_bits(forgotten(meant)(shard), wanted)
+
+
+def test_with_jit_disabled():
+    x = sample("bfloat16", (1, 8))
+    with jax.disable_jit():
+        moved = plait.reorder(jnp.asarray(x), Zigzag(2))
+    oracle.same_bits(moved, oracle.reorder(x, Zigzag(2), 1))
 
 
 def test_a_manual_region_that_does_not_name_the_axis_is_refused():

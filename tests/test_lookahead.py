@@ -150,10 +150,35 @@ def test_beside_a_data_axis(kind, rng):
     assert kinds == {"collective-permute"}
 
 
+@pytest.mark.parametrize("ids_spec", [P(), P("data", "context"), P(None, "context")])
+def test_ids_follow_the_batch_under_explicit_types(ids_spec, rng):
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
+    x = rng.integers(0, 50, (2, 16)).astype(np.int32)
+    ids = packed(rng, 2, 16)
+    cp = ContextParallel(Zigzag(4), "context")
+    wanted = oracle.lookahead(x, Zigzag(4), 1, -100, ids)
+    with jax.set_mesh(mesh):
+        on_mesh = jax.device_put(x, NamedSharding(mesh, P("data", "context")))
+        ids_on_mesh = jax.device_put(ids, NamedSharding(mesh, ids_spec))
+        for given_ids in (ids, ids_on_mesh):
+            oracle.same_bits(cp.lookahead(on_mesh, segment_ids=given_ids), wanted)
+            jitted = jax.jit(lambda x, ids: cp.lookahead(x, segment_ids=ids))
+            oracle.same_bits(jitted(on_mesh, given_ids), wanted)
+
+
+def test_ids_that_int32_cannot_hold_are_refused():
+    ids = np.array([[2**32] * 4 + [2**32 + 1] * 4])
+    for x in (np.zeros((1, 8), int), jnp.zeros((1, 8), int)):
+        with pytest.raises(ValueError, match="4294967297; it needs int32"):
+            plait.lookahead(x, Zigzag(2), segment_ids=ids)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda f: f(np.zeros((1, 8), np.uint8)), ["uint8", "fill"]),
+        (lambda f: f(np.zeros((1, 8), np.uint8)), ["uint8", "cast it to int32"]),
+        (lambda f: f(np.zeros((1, 8), bool), fill=-100), ["-100", "0 to 1"]),
+        (lambda f: f(np.zeros((1, 8), np.float16), fill=1e9), ["float16 cannot hold"]),
         (lambda f: f(np.zeros((1, 8), np.float32)), ["float32", "fill=0"]),
         (lambda f: f(np.zeros((1, 8), np.uint8), fill=-100), ["-100", "0 to 255"]),
         (lambda f: f(np.zeros((1, 8), int), fill=0.5), ["0.5"]),

@@ -34,6 +34,13 @@ def test_one_fill_for_all_and_other_axes():
     assert kept is x[0]
 
 
+def test_names_that_look_alike_keep_their_fills():
+    tree = {"a": {"b": np.ones((1, 3), int)}, "a.b": np.ones((1, 3), int)}
+    padded = plait.pad(tree, Zigzag(2), {"a": {"b": 7}, "a.b": 9})
+    assert padded["a"]["b"][0, -1] == 7
+    assert padded["a.b"][0, -1] == 9
+
+
 def test_padding_changes_no_real_token(rng):
     cp = ContextParallel(Zigzag(4))
     length = 29
@@ -52,6 +59,9 @@ def test_padding_changes_no_real_token(rng):
 def test_errors(mesh_of):
     with pytest.raises(ValueError, match=r"fill of 'tokens' is -1; uint8 holds .*0 to 255"):
         plait.pad({"tokens": np.zeros((1, 3), np.uint8)}, Zigzag(2), -1)
+    for fill in (None, "pad"):
+        with pytest.raises(TypeError, match=r"fill of the array .* a number is needed"):
+            plait.pad(np.zeros((1, 3)), Zigzag(2), fill)
     with pytest.raises(ValueError, match=r"fill .* is not a prefix"):
         plait.pad({"tokens": np.zeros((1, 3))}, Zigzag(2), {"labels": 0})
     with pytest.raises(ValueError, match=r"sequence_length is 9; .* 1 to 8"):

@@ -77,6 +77,11 @@ def test_rope_rows_of_packed_documents():
     np.testing.assert_array_equal(moved, [[0, 3, 0, 3], [1, 2, 1, 2]])
 
 
+def test_an_id_that_comes_back_is_refused():
+    with pytest.raises(ValueError, match="segment id 1 of row 1 comes back"):
+        plait.segment_positions(np.array([[1, 1, 2, 0], [1, 2, 1, 0]]))
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"2999.*3000"):
         plait.source_positions(Zigzag(4), 2999)

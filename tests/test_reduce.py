@@ -51,6 +51,11 @@ def test_low_precision_is_summed_in_float32():
     assert int(count) == 4096
 
 
+def test_a_mask_is_no_weight():
+    with pytest.raises(TypeError, match=r"mask has dtype float.* mask != 0"):
+        plait.sum_and_count(LOSSES, np.full((1, 8), 0.5))
+
+
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"mask has shape \(8,\)"):
-        plait.sum_and_count(LOSSES, np.ones(8))
+        plait.sum_and_count(LOSSES, np.ones(8, int))

@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import collectives, text
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_layout import layouts
 
 import plait
-from plait import ContextParallel, Zigzag
+from plait import ContextParallel, Striped, Zigzag
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
@@ -49,6 +50,34 @@ def test_inside_shard_map_with_its_derivative(mesh_of, rng):
     np.testing.assert_array_equal(
         pulled, plait.reorder(3.0 * (np.arange(16) == 15)[None], cp.layout)
     )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_of_each_example_beside_a_data_axis(kind, rng):
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(kind,) * 2)
+    source = rng.normal(size=(2, 16, 3)).astype(np.float32)
+    cp = ContextParallel(Zigzag(4), "context")
+    rows = np.array([[3], [5]])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(cp.reorder(source), NamedSharding(mesh, P("data", "context")))
+        for found in (cp.select(x, rows), jax.jit(cp.select)(x, rows)):
+            np.testing.assert_array_equal(found, np.stack([source[0, [3]], source[1, [5]]]))
+        both = cp.select(x, np.array([1, 2]))
+        np.testing.assert_array_equal(both, source[:, [1, 2]])
+
+
+def test_with_64_bits(mesh_of):
+    with jax.enable_x64(True):
+        for layout in (Zigzag(4), Striped(4), Striped(4, 3)):
+            source = np.arange(96).reshape(1, 96)
+            cp = ContextParallel(layout, "context")
+            x = jnp.asarray(cp.reorder(source))
+            found = cp.select(x, [5, 95], mesh=mesh_of(4))
+            np.testing.assert_array_equal(found, [[5, 95]])
+            moved = cp.reorder(jnp.asarray(source), mesh=mesh_of(4))
+            np.testing.assert_array_equal(moved, x)
+            ahead = cp.restore(np.asarray(cp.lookahead(x, mesh=mesh_of(4))))
+            np.testing.assert_array_equal(ahead[0, :-1], source[0, 1:])
 
 
 def test_other_dtypes_and_axes(mesh_of):

@@ -28,6 +28,7 @@ from plait.mesh import (
     as_varying,
     bound_axes,
     check_ranks,
+    check_shard,
     check_whole,
     explicit_axes,
     find_mesh,
@@ -242,7 +243,14 @@ class StripedExchange:
     def _first_row(self, striped_rank: Any, contiguous_rank: Any) -> Any:
         """Place, on a striped rank, of the first stripe that a contiguous rank holds too."""
         ranks, stripes = self.axes.size, self.stripes_per_rank
-        return lax.div(contiguous_rank * stripes - striped_rank + ranks - 1, ranks)
+        before = contiguous_rank * stripes - striped_rank + ranks - 1
+        return lax.div(before, np.int32(ranks))
+
+    def _shift(self, contiguous_rank: jax.Array, sign: int) -> jax.Array:
+        """The striped rank of a contiguous rank's first stripe, or its negative, modulo n."""
+        ranks = self.axes.size
+        step = np.int32(sign * self.stripes_per_rank % ranks)
+        return lax.rem(contiguous_rank * step, np.int32(ranks))
 
     def pack(self, x: jax.Array, axis: int, rank: jax.Array) -> jax.Array:
         """A shard as [..., rank that receives, stripes for it, ...]."""
@@ -255,7 +263,7 @@ class StripedExchange:
             x = x.reshape(*before, rows, ranks, length, *after).swapaxes(axis, axis + 1)
             if self._divides:
                 return x
-            return _roll_dynamic(x, lax.rem(ranks - lax.rem(rank * stripes, ranks), ranks), axis)
+            return _roll_dynamic(x, self._shift(rank, -1), axis)
         if self._divides:
             return x.reshape(*before, ranks, rows, length, *after)
         x = _pad_end(x, rows, axis)
@@ -269,7 +277,7 @@ class StripedExchange:
         ranks, stripes, rows = self.axes.size, self.stripes_per_rank, self._rows
         if not self.to_stripes:
             if not self._divides:
-                x = _roll_dynamic(x, lax.rem(rank * stripes, ranks), axis)
+                x = _roll_dynamic(x, self._shift(rank, 1), axis)
             x = x.swapaxes(axis, axis + 1).reshape(*before, rows * ranks, length, *after)
             x = lax.slice_in_dim(x, 0, stripes, axis=axis)
         elif not self._divides:
@@ -450,6 +458,7 @@ def move_array(
         x = jnp.asarray(x)
         axes = bound_axes(names)
         check_ranks(strict, axes.size, names)
+        check_shard(x, names, name)
     length = x.shape[axis] * (axes.size if inside else 1)
     for layout in (strict, loose):
         layout.check_length(length, f"axis {axis} of {name}")
@@ -464,6 +473,12 @@ def move_array(
     mesh = find_mesh([x], names, mesh)
     check_ranks(strict, Axes.on(mesh, names).size, names)
     return exchange_over_mesh(x, move, axis, names, mesh)
+
+
+def _contiguous(layout: Layout) -> Contiguous:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r}; it needs to be a layout, such as Zigzag(8)")
+    return Contiguous(layout.ranks)
 
 
 def reorder(
@@ -484,7 +499,7 @@ def reorder(
     >>> reorder(np.arange(8), Zigzag(2), axis=0)
     array([0, 1, 6, 7, 2, 3, 4, 5])
     """
-    contiguous = Contiguous(layout.ranks)
+    contiguous = _contiguous(layout)
     return relayout(
         tree, contiguous, layout, axis=axis, axis_name=axis_name, mesh=mesh, local=local
     )
@@ -506,7 +521,7 @@ def restore(
     >>> restore(np.array([0, 1, 6, 7, 2, 3, 4, 5]), Zigzag(2), axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    contiguous = Contiguous(layout.ranks)
+    contiguous = _contiguous(layout)
     return relayout(
         tree, layout, contiguous, axis=axis, axis_name=axis_name, mesh=mesh, local=local
     )
@@ -552,7 +567,7 @@ def relayout(
     array([0, 1, 6, 7, 2, 3, 4, 5])
     """
     names = as_names(axis_name)
-    if source.ranks != target.ranks:
+    if _contiguous(source) != _contiguous(target):
         raise ValueError(
             f"{source!r} has {source.ranks} ranks and {target!r} has {target.ranks}; a relayout "
             f"needs equally many, such as {source.ranks} for both"
@@ -592,7 +607,7 @@ def all_gather(
     if order not in ("source", "layout"):
         raise ValueError(f"order is {order!r}; it needs to be 'source' or 'layout'")
     names = as_names(axis_name)
-    target = Contiguous(layout.ranks) if order == "source" else layout
+    target = _contiguous(layout) if order == "source" else layout
 
     def gather(x: Any, axis: int, name: str) -> Any:
         x = move_array(x, layout, target, axis, name, names=names, mesh=mesh, local=local)

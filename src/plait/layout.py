@@ -21,11 +21,17 @@ import numpy as np
 _LARGEST_LENGTH = np.iinfo(np.int32).max
 
 
-def _at_least_one(name: str, value: Any) -> int:
+def at_least_one(name: str, value: Any) -> int:
+    """The value as an int; errors name it and the nearest that works."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; it needs to be an integer, such as 1") from None
+        nearest = max(1, int(value)) if isinstance(value, float | bool) and value == value else 1
+        raise TypeError(
+            f"{name} is {value!r}; it needs to be an integer, such as {nearest}"
+        ) from None
     if number < 1:
         raise ValueError(f"{name} is {number}; it needs to be at least 1")
     return number
@@ -110,7 +116,7 @@ class Layout(abc.ABC):
         >>> Zigzag(4).padded_length(2999)
         3000
         """
-        length = _at_least_one("sequence_length", sequence_length)
+        length = at_least_one("sequence_length", sequence_length)
         return -(-length // self.multiple) * self.multiple
 
     def check_length(self, sequence_length: int, what: str = "the sequence") -> int:
@@ -172,7 +178,7 @@ class _ByRanks(Layout):
     _chunks_per_rank: ClassVar[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", _at_least_one("ranks", self.ranks))
+        object.__setattr__(self, "ranks", at_least_one("ranks", self.ranks))
 
     @property
     def multiple(self) -> int:
@@ -264,8 +270,8 @@ class Striped(Layout):
     kind = "striped"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", _at_least_one("ranks", self.ranks))
-        object.__setattr__(self, "stripe", _at_least_one("stripe", self.stripe))
+        object.__setattr__(self, "ranks", at_least_one("ranks", self.ranks))
+        object.__setattr__(self, "stripe", at_least_one("stripe", self.stripe))
 
     @property
     def multiple(self) -> int:
@@ -319,7 +325,7 @@ class Placed(Layout):
             )
         object.__setattr__(self, "chunk_ranks", tuple(given.tolist()))
         if self.tokens_per_chunk is not None:
-            tokens = _at_least_one("tokens_per_chunk", self.tokens_per_chunk)
+            tokens = at_least_one("tokens_per_chunk", self.tokens_per_chunk)
             object.__setattr__(self, "tokens_per_chunk", tokens)
 
     @classmethod
@@ -333,7 +339,7 @@ class Placed(Layout):
         >>> Placed.zigzag_documents([4, 12], ranks=2).positions(16).tolist()
         [0, 3, 4, 5, 6, 13, 14, 15, 1, 2, 7, 8, 9, 10, 11, 12]
         """
-        ranks = _at_least_one("ranks", ranks)
+        ranks = at_least_one("ranks", ranks)
         lengths = [operator.index(length) for length in document_lengths]
         for index, length in enumerate(lengths):
             if length < 0 or length % (2 * ranks):

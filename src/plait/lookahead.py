@@ -21,15 +21,17 @@ from plait.mesh import (
     as_names,
     bound_axes,
     check_ranks,
+    check_shard,
     check_whole,
     explicit_axes,
     find_mesh,
     is_inside,
+    lay_out,
     sharded_spec,
 )
 from plait.permute import Relayout, permute
 from plait.positions import positions_of_rank, positions_of_slots
-from plait.tree import as_axis, over_axis
+from plait.tree import as_axis, as_fill, as_int32, over_axis
 
 IGNORED_LABEL = -100
 
@@ -76,18 +78,23 @@ def lookahead(
     >>> lookahead(np.array([0, 1, 6, 7, 2, 3, 4, 5]), Zigzag(2), axis=0)
     array([   1,    2,    7, -100,    3,    4,    5,    6])
     """
-    names, by = as_names(axis_name), operator.index(by)
+    names, by = as_names(axis_name), _as_integer(by)
     inside = not local and is_inside(names, "lookahead")
     on_host = isinstance(x, np.ndarray) and not inside
     if not on_host:
         x = jnp.asarray(x)
-        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     axis = as_axis(axis, x.ndim, "x")
+    if segment_ids is not None:
+        segment_ids = as_int32(segment_ids, "segment_ids")
+        segment_ids = segment_ids if on_host else jnp.asarray(segment_ids)
     _check_segment_ids(segment_ids, x, axis)
     fill = _checked_fill(fill, x.dtype)
     if inside:
         axes = bound_axes(names)
         check_ranks(layout, axes.size, names)
+        check_shard(x, names, "x")
+        if segment_ids is not None:
+            check_shard(segment_ids, names, "segment_ids")
         return _look(x, segment_ids, layout, by, axis, fill, axes)
     layout.check_length(x.shape[axis], f"axis {axis} of x")
     if on_host:
@@ -101,8 +108,20 @@ def lookahead(
     spec = sharded_spec(x, axis, names, mesh)
     ids_spec: PartitionSpec | None = None
     if segment_ids is not None:
-        ids_spec = sharded_spec(segment_ids, segment_ids.ndim - 1, names, mesh)
-    return _over_mesh(layout, by, axis, fill.item(), axes, mesh, spec, ids_spec)(x, segment_ids)
+        ids_spec = PartitionSpec(*(spec[0], spec[axis])[2 - segment_ids.ndim :])
+        segment_ids = lay_out(segment_ids, mesh, ids_spec)
+    key = (fill.tobytes(), x.dtype)
+    return _over_mesh(layout, by, axis, key, axes, mesh, spec, ids_spec)(x, segment_ids)
+
+
+def _as_integer(by: Any) -> int:
+    try:
+        return operator.index(by)
+    except TypeError:
+        raise TypeError(
+            f"by is {by!r}; it needs to be an integer that is known when the program is traced, "
+            "such as 1"
+        ) from None
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,12 +129,13 @@ def _over_mesh(
     layout: Layout,
     by: int,
     axis: int,
-    fill: Any,
+    fill_key: tuple[bytes, Any],
     axes: Axes,
     mesh: AnyMesh,
     spec: PartitionSpec,
     ids_spec: PartitionSpec | None,
 ) -> Any:
+    fill = np.frombuffer(fill_key[0], fill_key[1])[0]
     over_mesh = jax.shard_map(
         lambda x, ids: _look(x, ids, layout, by, axis, fill, axes),
         mesh=mesh,
@@ -135,26 +155,21 @@ def _check_segment_ids(segment_ids: Any, x: Any, axis: int) -> None:
             f"segment_ids has shape {segment_ids.shape}; for x of shape {x.shape} and axis {axis} "
             f"it needs to be {fitting[-1] if axis else fitting[0]}"
         )
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise TypeError(f"segment_ids has dtype {segment_ids.dtype}; it needs integers")
 
 
 def _checked_fill(fill: Any, dtype: Any) -> np.ndarray:
-    signed = jnp.issubdtype(dtype, jnp.signedinteger)
     if fill is None:
-        if not signed:
+        if jnp.issubdtype(dtype, jnp.unsignedinteger):
+            raise ValueError(
+                f"x has dtype {dtype}, which cannot hold the ignored label {IGNORED_LABEL}: cast "
+                "it to int32 first, or pass the fill= that you mask by"
+            )
+        if not jnp.issubdtype(dtype, jnp.signedinteger):
             raise ValueError(
                 f"x has dtype {dtype}, which has no usual fill: pass fill=, such as fill=0"
             )
         fill = IGNORED_LABEL
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        if fill != int(fill) or not info.min <= int(fill) <= info.max:
-            raise ValueError(
-                f"fill is {fill}; {dtype} holds integers from {info.min} to {info.max}: cast x to "
-                "a signed dtype such as int32 first"
-            )
-    return np.asarray(fill).astype(dtype)
+    return as_fill(fill, dtype, "x")
 
 
 def _look_on_host(

@@ -129,6 +129,36 @@ def of_rank(table: np.ndarray, rank: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(jnp.asarray(table), rank, keepdims=False)
 
 
+def check_shard(x: jax.Array, names: tuple[str, ...], what: str) -> None:
+    """ValueError where the types say that x is the same on every rank, so that it is no shard.
+
+    A forgotten entry of in_specs would otherwise give a loss over n copies, with right shapes.
+    """
+    same = [
+        name
+        for name in names
+        if lax.axis_size(name) > 1
+        and name in jax.typeof(lax.axis_index(name)).mat.varying  # else check_vma is off
+        and name not in jax.typeof(x).mat.varying
+    ]
+    if same:
+        raise ValueError(
+            f"{what} is the same on every rank of mesh axis {as_entry(tuple(same))!r}, so it is "
+            "not a shard of a sequence: shard its sequence axis in the in_specs of jax.shard_map, "
+            "or, if copies are meant, say so with jax.lax.pcast(x, axis, to='varying')"
+        )
+
+
+def lay_out(x: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
+    """x, a small array that goes with a sharded one, on the Explicit axes that `spec` names."""
+    typed = explicit_axes(mesh)
+    entries = [tuple(n for n in as_names(entry) if n in typed) for entry in spec]
+    x = jnp.asarray(x)
+    if not typed or [*entries, *[()] * (x.ndim - len(entries))] == typed_spec(x):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*map(as_entry, entries))))
+
+
 def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """x as a value that may differ along `names`, as `shard_map`'s check of types asks."""
     missing = tuple(name for name in names if name not in jax.typeof(x).mat.varying)
@@ -153,7 +183,8 @@ def find_mesh(arrays: Iterable[Any], names: tuple[str, ...], mesh: AnyMesh | Non
     raise ValueError(
         f"no mesh with axis {'/'.join(map(repr, names))} was found"
         + (f" (axes seen: {seen})" if seen else "")
-        + ": call under jax.set_mesh(mesh), pass arrays sharded over such a mesh, or pass mesh="
+        + ": call under jax.set_mesh(mesh), pass arrays that lie on such a mesh already, or pass "
+        "mesh="
     )
 
 

@@ -71,8 +71,17 @@ def _lower_cpu(x: jax.Array, *, bijection: Bijection, axis: int) -> jax.Array:
     return bijection.apply(x, axis)
 
 
+_compiled = jax.jit(_bijection_p.bind, static_argnames=("bijection", "axis"))
+
+
+def _evaluate(x: jax.Array, *, bijection: Bijection, axis: int) -> jax.Array:
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # bind would come back here
+        return _lower_cpu(x, bijection=bijection, axis=axis)
+    return _compiled(x, bijection=bijection, axis=axis)
+
+
 _bijection_p.def_abstract_eval(lambda x, **_: x)
-_bijection_p.def_impl(jax.jit(_bijection_p.bind, static_argnames=("bijection", "axis")))
+_bijection_p.def_impl(_evaluate)
 mlir.register_lowering(_bijection_p, mlir.lower_fun(_lower, multiple_results=False))
 mlir.register_lowering(_bijection_p, mlir.lower_fun(_lower_cpu, multiple_results=False), "cpu")
 ad.deflinear2(_bijection_p, _transpose)

@@ -48,7 +48,7 @@ def positions_of_rank(layout: Layout, sequence_length: int, rank: jax.Array) -> 
     per_rank = sequence_length // layout.ranks
     if isinstance(layout, Striped):
         slot = lax.iota(jnp.int32, per_rank)
-        row, within = lax.div(slot, layout.stripe), lax.rem(slot, layout.stripe)
+        row, within = _divmod(slot, layout.stripe)
         return (row * layout.ranks + rank) * layout.stripe + within
     length = layout.chunk_length(sequence_length)
     starts = layout.chunk_table(sequence_length).astype(np.int32) * np.int32(length)
@@ -66,7 +66,12 @@ def positions_of_slots(layout: Layout, sequence_length: int) -> jax.Array:
 
 
 def _spread(starts: jax.Array, length: int) -> jax.Array:
-    return (starts[:, None] + lax.iota(jnp.int32, length)).reshape(-1)
+    return (starts[:, None] + lax.iota(jnp.int32, length)[None]).reshape(-1)
+
+
+def _divmod(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Of non-negative int32, which stays int32 where jax's default is 64 bits."""
+    return lax.div(x, np.int32(by)), lax.rem(x, np.int32(by))
 
 
 def slots_of_positions(
@@ -74,9 +79,9 @@ def slots_of_positions(
 ) -> jax.Array:
     """The slots of some source positions, of any shape, by arithmetic and a table of chunks."""
     length = layout.chunk_length(sequence_length)
-    chunk, within = lax.div(source_positions, length), lax.rem(source_positions, length)
+    chunk, within = _divmod(source_positions, length)
     if isinstance(layout, Striped):
-        row, rank = lax.div(chunk, layout.ranks), lax.rem(chunk, layout.ranks)
+        row, rank = _divmod(chunk, layout.ranks)
         return (rank * (sequence_length // layout.ranks // length) + row) * length + within
     place = np.argsort(layout.chunk_table(sequence_length).reshape(-1)).astype(np.int32)
     return jnp.asarray(place)[chunk] * length + within
@@ -89,8 +94,8 @@ def segment_positions(segment_ids: Ids) -> Ids:
     positions within documents can't be told, and a count would be silently wrong.
 
     Args:
-      segment_ids: integers [..., sequence] in source order. Documents are runs of equal ids;
-        0 is padding.
+      segment_ids: integers [..., sequence] in source order, one run of equal ids a document; 0 is
+        padding. An id that comes back after another document is an error where the ids are NumPy.
 
     Returns:
       int32 of the same shape, NumPy for NumPy.
@@ -112,7 +117,20 @@ def segment_positions(segment_ids: Ids) -> Ids:
         [xp.ones_like(ids[..., :1], dtype=bool), ids[..., 1:] != ids[..., :-1]], axis=-1
     )
     starts = xp.where(is_start, index, np.int32(0))
+    if host:
+        _check_one_run_a_document(np.asarray(ids), np.asarray(is_start))
     started = (
         np.maximum.accumulate(starts, axis=-1) if host else lax.cummax(starts, axis=ids.ndim - 1)
     )
     return xp.where(ids == 0, np.int32(0), index - started)
+
+
+def _check_one_run_a_document(ids: np.ndarray, is_start: np.ndarray) -> None:
+    rows = ids.reshape(-1, ids.shape[-1])
+    for row, (row_ids, starts) in enumerate(zip(rows, is_start.reshape(rows.shape), strict=True)):
+        documents, runs = np.unique(row_ids[starts & (row_ids != 0)], return_counts=True)
+        if (runs > 1).any():
+            raise ValueError(
+                f"segment id {documents[runs > 1][0]} of row {row} comes back after another "
+                "document; each document needs an id of its own, such as 1, 2, 3 in turn"
+            )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from plait.mesh import AxisName, as_names, as_varying, is_inside, manual_axes
+from plait.mesh import AxisName, as_names, as_varying, check_shard, is_inside, manual_axes
 
 
 def sum_and_count(
@@ -30,6 +30,11 @@ def sum_and_count(
       batch_axes: the mesh axes of the batch; those that are manual here are summed over as well.
       local: sum over what this call is given, although it stands in a manual region.
 
+    Inside `jax.shard_map`, take gradients with check_vma=True (jax's default) or outside the
+    region: with check_vma=False jax transposes the sum over ranks to another sum, and a gradient
+    taken inside is n times too large. Axes of the batch that are manual there and that
+    `batch_axes` does not name are not summed over.
+
     Returns:
       (sum, count): float32 and int32 scalars, equal on every rank.
 
@@ -39,6 +44,11 @@ def sum_and_count(
     (15.0, 2)
     """
     values = jnp.asarray(values)
+    if mask is not None and jnp.issubdtype(jnp.asarray(mask).dtype, jnp.inexact):
+        raise TypeError(
+            f"mask has dtype {jnp.asarray(mask).dtype}; it needs bool or integers, such as "
+            "mask != 0: to weigh tokens, multiply the values and sum the weights likewise"
+        )
     kept = jnp.ones(values.shape, bool) if mask is None else jnp.asarray(mask) != 0
     if kept.shape != values.shape:
         raise ValueError(
@@ -51,4 +61,5 @@ def sum_and_count(
     if local or not is_inside(names, "sum_and_count"):
         return total, count
     over = (*names, *(name for name in as_names(batch_axes) if name in manual_axes()))
+    check_shard(total, over, "values")
     return lax.psum(as_varying(total, over), over), lax.psum(as_varying(count, over), over)

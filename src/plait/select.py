@@ -16,19 +16,19 @@ from plait.mesh import (
     AnyMesh,
     Axes,
     AxisName,
-    as_entry,
     as_names,
     bound_axes,
     check_ranks,
+    check_shard,
     check_whole,
     explicit_axes,
     find_mesh,
     is_inside,
+    lay_out,
     sharded_spec,
-    typed_spec,
 )
 from plait.positions import slots_of_positions
-from plait.tree import as_axis, over_axis
+from plait.tree import as_axis, as_int32, over_axis
 
 
 def select(
@@ -78,6 +78,13 @@ def select(
         return _take(x, slots, axis, np)
     if axes is not None:
         check_ranks(layout, axes.size, names)
+        check_shard(x, names, "x")
+        differs = [n for n in names if n in jax.typeof(jnp.asarray(source_positions)).mat.varying]
+        if differs and axes.size > 1:
+            raise ValueError(
+                f"source_positions may differ between the ranks of {differs}; every rank needs "
+                "the same ones: pass them with in_specs P()"
+            )
         return _select(x, source_positions, layout, axis, axes)
     if not names or local:
         check_whole(x, axis, "x")
@@ -86,7 +93,8 @@ def select(
     axes = Axes.on(mesh, names)
     check_ranks(layout, axes.size, names)
     spec = sharded_spec(x, axis, names, mesh)
-    rows_spec = PartitionSpec(*map(as_entry, typed_spec(source_positions)))
+    rows_spec = PartitionSpec(*(spec[0] if axis else None, None)[2 - source_positions.ndim :])
+    source_positions = lay_out(source_positions, mesh, rows_spec)
     return _over_mesh(layout, axis, axes, mesh, spec, rows_spec)(x, source_positions)
 
 
@@ -111,9 +119,7 @@ def _over_mesh(
 
 
 def _checked_positions(positions: Any, x: Any, axis: int, length: int) -> Any:
-    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"source_positions has dtype {positions.dtype}; it needs integers")
+    positions = as_int32(positions, "source_positions")
     batched = positions.ndim == 2 and axis > 0 and positions.shape[0] == x.shape[0]
     if positions.ndim != 1 and not batched:
         raise ValueError(
@@ -142,8 +148,8 @@ def _select(
     slots = slots_of_positions(layout, length, jnp.where(exists, positions, 0))
     held = exists
     if axes is not None:
-        held = exists & (lax.div(slots, shard) == axes.rank())
-        slots = jnp.where(held, lax.rem(slots, shard), 0)
+        held = exists & (slots // shard == axes.rank())
+        slots = jnp.where(held, slots % shard, 0)
     rows = _take(x, slots, axis, jnp)
     rows = jnp.where(over_axis(held, x.ndim, axis), rows, jnp.zeros((), x.dtype))
     if axes is None:

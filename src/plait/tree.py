@@ -23,29 +23,31 @@ def map_axis(fn: Callable[[Array, int, str], Any], tree: Any, axis: Axis) -> Any
     ValueError for one without that axis, and where `axis` is not a prefix of the tree.
     """
 
-    def over_subtree(path: tuple, axis: Any, subtree: Any) -> Any:
-        if axis is None:
-            return subtree
-        return jax.tree.map_with_path(
-            lambda rest, leaf: fn(*_checked(leaf, axis, path_name((*path, *rest)))), subtree
-        )
+    paths, structure = jax.tree.flatten_with_path(tree)
+    axes = broadcast_prefix(axis, tree, "axis")
+    mapped = [
+        leaf if axis is None else fn(*_checked(leaf, axis, path_name(path)))
+        for (path, leaf), axis in zip(paths, axes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, mapped)
 
-    return map_prefix(over_subtree, axis, tree, "axis")
 
-
-def map_prefix(fn: Callable[[tuple, Any, Any], Any], prefix: Any, tree: Any, what: str) -> Any:
-    """fn(path, leaf of the prefix, subtree below it); None counts as a leaf of the prefix."""
+def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Any]:
+    """For each leaf of the tree, the leaf of the prefix above it; None is a leaf of the prefix."""
+    structure: Any = jax.tree.structure(prefix, is_leaf=_is_none)
     try:
-        structure: Any = jax.tree.structure(prefix, is_leaf=_is_none)
         subtrees = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{what} {prefix!r} is not a prefix of the tree, whose structure is "
             f"{jax.tree.structure(tree)}: {error}"
         ) from None
-    paths, _ = jax.tree.flatten_with_path(prefix, is_leaf=_is_none)
-    mapped = [fn(path, leaf, sub) for (path, leaf), sub in zip(paths, subtrees, strict=True)]
-    return jax.tree.unflatten(structure, mapped)
+    values = jax.tree.leaves(prefix, is_leaf=_is_none)
+    return [
+        value
+        for value, subtree in zip(values, subtrees, strict=True)
+        for _ in jax.tree.leaves(subtree)
+    ]
 
 
 def path_name(path: tuple) -> str:
@@ -81,6 +83,49 @@ def over_axis(x: Any, ndim: int, axis: int) -> Any:
     if x.ndim == 2:
         shape[0] = x.shape[0]
     return x.reshape(shape)
+
+
+def as_int32(x: Any, name: str) -> Any:
+    """Integers as int32: NumPy's and lists' with their values checked, jax's as they are."""
+    if isinstance(x, jax.Array):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {x.dtype}; it needs integers")
+        return x
+    x = np.asarray(x)
+    if x.size == 0:
+        return x.astype(np.int32)
+    if not np.issubdtype(x.dtype, np.integer):
+        raise TypeError(f"{name} has dtype {x.dtype}; it needs integers")
+    info = np.iinfo(np.int32)
+    if int(x.min()) < info.min or int(x.max()) > info.max:
+        raise ValueError(
+            f"{name} holds values from {x.min()} to {x.max()}; it needs int32: number them anew, "
+            "such as by np.unique(ids, return_inverse=True)[1] + 1"
+        )
+    return x.astype(np.int32)
+
+
+def as_fill(fill: Any, dtype: Any, name: str) -> np.ndarray:
+    """The fill as a scalar of the dtype; errors where the dtype cannot hold it."""
+    try:
+        number = float(fill)
+    except (TypeError, ValueError):
+        raise TypeError(f"the fill of {name} is {fill!r}; a number is needed, such as 0") from None
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_:
+        least, most = (0, 1) if dtype == np.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        if not number.is_integer() or not least <= int(fill) <= most:
+            raise ValueError(
+                f"the fill of {name} is {fill}; {dtype} holds integers from {int(least)} to "
+                f"{int(most)}: another fill is needed, or a wider dtype such as int32"
+            )
+    elif np.isfinite(number):
+        with np.errstate(over="ignore"):
+            held = np.isfinite(np.asarray(fill).astype(dtype).astype(np.complex128))
+        if not held:
+            raise ValueError(
+                f"the fill of {name} is {fill}, which {dtype} cannot hold; 0 would work"
+            )
+    return np.asarray(fill).astype(dtype)
 
 
 def _checked(leaf: Any, axis: Any, name: str) -> tuple[Array, int, str]:

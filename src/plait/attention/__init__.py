@@ -26,12 +26,15 @@ from plait.mesh import (
     as_varying,
     bound_axes,
     check_ranks,
+    check_shard,
     explicit_axes,
     find_mesh,
     is_inside,
+    lay_out,
     typed_spec,
 )
 from plait.positions import positions_of_rank, positions_of_slots
+from plait.tree import as_int32
 
 __all__ = ["Blockwise", "attention", "count_blocks"]
 
@@ -57,8 +60,8 @@ def attention(
     """Exact attention over a sequence whose tokens lie in the order of `layout`.
 
     Args:
-      q: [batch, sequence, heads, head_dim], as in `jax.nn.dot_product_attention`; bfloat16 or
-        float32 (accumulation is float32).
+      q: [batch, sequence, heads, head_dim], as in `jax.nn.dot_product_attention`; float32,
+        bfloat16 or float16 (accumulation is float32).
       k: [batch, sequence, kv_heads, head_dim]; kv_heads divides heads (GQA, MQA).
       v: [batch, sequence, kv_heads, v_head_dim].
       layout: the layout of the sequence axis.
@@ -100,20 +103,30 @@ def attention(
     names = as_names(axis_name)
     mask = Causal() if mask is None else mask
     inside = not local and is_inside(names, "attention")
-    _check_shapes(q, k, v, segment_ids, source_positions, mask)
+    ids = None if segment_ids is None else as_int32(segment_ids, "segment_ids")
+    positions = source_positions
+    if positions is not None:
+        positions = as_int32(positions, "source_positions")
+    _check_shapes(q, k, v, ids, positions, mask)
     _check_strategy(strategy)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else _as_float(scale)
     call = _Call(layout, mask, _kernel(kernel), scale)
-    ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    positions = None if source_positions is None else jnp.asarray(source_positions, jnp.int32)
     axes: Axes | None = None
     if inside:
         axes = bound_axes(names)
         check_ranks(layout, axes.size, names)
+        for name, x in (("q", q), ("k", k), ("v", v), ("segment_ids", ids)):
+            if x is not None:
+                check_shard(jnp.asarray(x), names, name)
+        if positions is not None:
+            check_shard(jnp.asarray(positions), names, "source_positions")
+        _check_manual(q)
         return call.run(q, k, v, ids, positions, axes)
     batch, heads = as_names(batch_axes), as_names(head_axes)
-    if local or not (names or batch or heads):
+    if local:
         return call.run(q, k, v, ids, positions, None)
+    if not (names or batch or heads or any(typed_spec(jnp.asarray(q)))):
+        return _on_one_device(call)(q, k, v, ids, positions)
     mesh = find_mesh([q], (*names, *batch, *heads), mesh)
     if names:
         axes = Axes.on(mesh, names)
@@ -129,6 +142,9 @@ def attention(
     positions_spec = None
     if positions is not None:
         positions_spec = ids_spec if positions.ndim == 2 else PartitionSpec(specs[0][1])
+        positions = lay_out(positions, mesh, positions_spec)
+    if ids is not None:
+        ids = lay_out(ids, mesh, ids_spec)
     arguments = (*specs, None if ids is None else ids_spec, positions_spec)
     return _over_mesh(call, axes, mesh, arguments)(q, k, v, ids, positions)
 
@@ -179,6 +195,11 @@ class _Call:
             scale=self.scale,
         )
         return out
+
+
+@functools.lru_cache(maxsize=256)
+def _on_one_device(call: _Call) -> Any:
+    return jax.jit(lambda q, k, v, ids, positions: call.run(q, k, v, ids, positions, None))
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,7 +254,7 @@ def count_blocks(
     mask = Causal() if mask is None else mask
     length = layout.check_length(sequence_length)
     ids = np.ones((1, length), np.int32) if segment_ids is None else np.asarray(segment_ids)
-    ids = np.atleast_2d(ids)[:, layout.positions(length)]
+    ids = np.atleast_2d(as_int32(ids, "segment_ids"))[:, layout.positions(length)]
     positions = np.broadcast_to(layout.positions(length), ids.shape)
     fitted = _fitted(_kernel(kernel), layout, length)
     k = _host_bounds(positions, ids, min(fitted.k_block, length))
@@ -260,6 +281,23 @@ def _kernel(kernel: Any) -> Blockwise:
     return Blockwise()
 
 
+def _as_float(scale: Any) -> float:
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError(
+            f"scale is {scale}, a traced array; it needs to be a float: multiply q by it instead"
+        )
+    return float(scale)
+
+
+def _check_manual(q: jax.Array) -> None:
+    sharded = [name for names in typed_spec(q) for name in names]
+    if sharded:
+        raise ValueError(
+            f"q is {jax.typeof(q)}: attention inside jax.shard_map needs a region that is manual "
+            f"over {sharded} too"
+        )
+
+
 def _check_strategy(strategy: str) -> None:
     if strategy != "all_gather":
         raise ValueError(f"strategy is {strategy!r}; it needs to be 'all_gather'")
@@ -269,12 +307,16 @@ def _check_shapes(q: Any, k: Any, v: Any, ids: Any, positions: Any, mask: Any) -
     if not isinstance(mask, Mask):
         raise TypeError(f"mask is {mask!r}; it needs to be a plait.mask.Mask, such as Causal()")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be an array")
         if x.ndim != 4:
             raise ValueError(
                 f"{name} has shape {x.shape}; it needs [batch, sequence, heads, head_dim]"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {x.dtype}; it needs float32 or bfloat16")
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise TypeError(f"{name} has dtype {x.dtype}; it needs float32, bfloat16 or float16")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}; every dimension needs to be at least 1")
     if k.shape[:2] != q.shape[:2] or v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: batch and sequence need to be "
@@ -288,15 +330,11 @@ def _check_shapes(q: Any, k: Any, v: Any, ids: Any, positions: Any, mask: Any) -
         )
     if ids is not None and ids.shape != q.shape[:2]:
         raise ValueError(f"segment_ids has shape {ids.shape}; it needs to be {q.shape[:2]}")
-    if ids is not None and not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"segment_ids has dtype {ids.dtype}; it needs integers")
     if positions is not None and positions.shape not in (q.shape[:2], q.shape[1:2]):
         raise ValueError(
             f"source_positions has shape {positions.shape}; it needs to be {q.shape[1:2]} or "
             f"{q.shape[:2]}"
         )
-    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"source_positions has dtype {positions.dtype}; it needs integers")
 
 
 def _check_divides(q: Any, k: Any, mesh: AnyMesh, names: tuple, batch: tuple, heads: tuple) -> None:

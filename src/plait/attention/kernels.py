@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from plait.layout import at_least_one
 from plait.mask import BlockBounds, Mask, block_map
 from plait.mesh import as_varying
 
@@ -36,6 +37,10 @@ class Blockwise:
 
     q_block: int = 256
     k_block: int = 256
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "q_block", at_least_one("q_block", self.q_block))
+        object.__setattr__(self, "k_block", at_least_one("k_block", self.k_block))
 
     def fitted(self, q_chunk: int, k_chunk: int) -> Blockwise:
         """With blocks that do not straddle chunks, where chunks are long enough to allow it."""
@@ -127,6 +132,12 @@ def _attend_forward(statics: _Statics, q: Any, k: Any, v: Any, *data: Any) -> tu
 def _attend_backward(statics: _Statics, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, out, lse, *data = saved
     d_out, d_lse = cotangents
+    if statics.masks_ids:  # a loss may be undefined where there is no token; it must not spread
+        real = data[1] != 0
+        d_out, d_lse = (
+            jnp.where(real[..., None, None], d_out, 0),
+            jnp.where(real[..., None], d_lse, 0),
+        )
     delta = jnp.einsum("bshd,bshd->bsh", out, d_out, preferred_element_type=jnp.float32) - d_lse
     rows = (q, k, v, d_out, lse, delta, *data)
     gradients = lax.map(lambda row: _row_backward(statics, *row), rows)
