@@ -300,10 +300,13 @@ def test_transformations(layout, mesh_of, rng):
     oracle.same_bits(scanned, twice)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kinds", list(itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2))
+)
 @pytest.mark.parametrize("layout", [Zigzag(4), Striped(4)])
-def test_vmap_beside_other_axes(kind, layout):
-    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto, kind))
+def test_vmap_beside_other_axes(kinds, layout):
+    """The batch that vmap maps over is itself sharded."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=kinds)
     length = length_of(layout)
     host = np.arange(2 * 3 * length, dtype=np.float32).reshape(2, 3, length)
     x = jax.device_put(host, NamedSharding(mesh, P("data", None, "context")))
@@ -312,6 +315,8 @@ def test_vmap_beside_other_axes(kind, layout):
         for in_axis in (0, 1):
             moved = jax.jit(jax.vmap(cp.reorder, in_axes=in_axis, out_axes=in_axis))(x)
             oracle.same_bits(moved, oracle.reorder(host, layout, 2))
+            program = text(jax.vmap(cp.reorder, in_axes=in_axis, out_axes=in_axis), x)
+            assert collectives(program) == expected(layout, host.nbytes // 8)
             whole = jax.jit(jax.vmap(cp.all_gather, in_axes=in_axis, out_axes=in_axis))(moved)
             oracle.same_bits(whole, host)
 

@@ -33,6 +33,7 @@ from plait.mesh import (
     explicit_axes,
     find_mesh,
     is_inside,
+    manual_for,
     of_rank,
     sharded_spec,
     typed_spec,
@@ -302,7 +303,7 @@ def _roll_dynamic(x: jax.Array, by: jax.Array, axis: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class StripedOverMesh:
-    """`StripedExchange` outside `shard_map` where some axes are Auto.
+    """`StripedExchange` outside `shard_map` where not all axes of the mesh are manual.
 
     An all-to-all in a region that is manual over some axes only makes XLA gather the others
     first. So the shards are packed and unpacked in manual regions, which communicate nothing, and
@@ -329,7 +330,7 @@ class StripedOverMesh:
             packed = lax.squeeze(packed, (axis + 1,))
             return exchange.unpack(packed, axis, exchange.axes.rank())
 
-        manual = explicit_axes(self.mesh) | set(names)
+        manual = manual_for(spec, names)
         in_region = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=manual)
         packed = in_region(pack, in_specs=spec, out_specs=sent)(x)
         packed = _reshard(packed, {axis: None, axis + 1: as_entry(names)}, names, self.mesh)
@@ -424,8 +425,8 @@ def exchange_over_mesh(
 def _over_mesh(
     move: Relayout, axis: int, names: tuple[str, ...], mesh: AnyMesh, spec: PartitionSpec
 ) -> Any:
-    manual = explicit_axes(mesh) | set(names)
     bijection = _bijection(move, Axes.on(mesh, names))
+    manual = manual_for(spec, names)
     if isinstance(bijection, StripedExchange) and manual != set(mesh.axis_names):
         over_mesh = StripedOverMesh(bijection, mesh)
         return jax.jit(lambda x: apply_bijection(over_mesh, x, axis))

@@ -23,10 +23,10 @@ from plait.mesh import (
     check_ranks,
     check_shard,
     check_whole,
-    explicit_axes,
     find_mesh,
     is_inside,
     lay_out,
+    manual_for,
     sharded_spec,
 )
 from plait.permute import Relayout, permute
@@ -141,7 +141,7 @@ def _over_mesh(
         mesh=mesh,
         in_specs=(spec, ids_spec),
         out_specs=spec,
-        axis_names=explicit_axes(mesh) | set(axes.names),
+        axis_names=manual_for(spec, axes.names),
     )
     return jax.jit(over_mesh)
 

@@ -224,6 +224,14 @@ def sharded_spec(x: jax.Array, axis: int, names: tuple[str, ...], mesh: AnyMesh)
     return PartitionSpec(*map(as_entry, entries))
 
 
+def manual_for(spec: PartitionSpec, names: tuple[str, ...]) -> frozenset[str]:
+    """The axes to make manual: those of the sequence, and those that the type is sharded over.
+
+    Explicit axes that the type does not name stay out: inside `jax.vmap` they may be the batch's.
+    """
+    return frozenset(names).union(*(as_names(entry) for entry in spec))
+
+
 def as_entry(names: tuple[str, ...]) -> AxisName | None:
     """One entry of a PartitionSpec."""
     return names[0] if len(names) == 1 else names or None

@@ -21,10 +21,10 @@ from plait.mesh import (
     check_ranks,
     check_shard,
     check_whole,
-    explicit_axes,
     find_mesh,
     is_inside,
     lay_out,
+    manual_for,
     sharded_spec,
 )
 from plait.positions import slots_of_positions
@@ -113,7 +113,7 @@ def _over_mesh(
         mesh=mesh,
         in_specs=(spec, rows_spec),
         out_specs=out_spec,
-        axis_names=explicit_axes(mesh) | set(axes.names),
+        axis_names=manual_for(spec, axes.names),
     )
     return jax.jit(over_mesh)
 
