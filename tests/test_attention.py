@@ -385,18 +385,20 @@ def test_padded_keys_change_nothing():
     np.testing.assert_array_equal(out[0, 7], 0)
 
 
-@pytest.mark.parametrize(("valid", "padded", "ranks"), [(2, 8, 2), (38, 128, 4)])
-def test_a_rank_with_no_real_token(valid, padded, ranks, mesh_of, rng):
-    layout = Contiguous(ranks)
-    ids = (np.arange(padded) < valid).astype(np.int32)[None]
+@pytest.mark.parametrize(
+    ("valid", "padded", "of_ranks"), [(2, 8, [2, 0]), (38, 128, [16, 16, 6, 0])]
+)
+def test_a_rank_with_no_real_token(valid, padded, of_ranks, mesh_of, rng):
+    layout = Zigzag(len(of_ranks))
+    positions = oracle.positions(layout, padded)
+    ids = (positions < valid).astype(np.int32)[None]
+    assert ids.reshape(layout.ranks, -1).sum(axis=1).tolist() == of_ranks
     q, k, v, d_out = inputs(rng, 1, padded)
-    attend = functools.partial(plait.attention, layout=layout, mesh=mesh_of(ranks))
+    attend = functools.partial(plait.attention, layout=layout, mesh=mesh_of(layout.ranks))
     attend = functools.partial(attend, axis_name="context", segment_ids=ids)
     found = jax.jit(with_gradients(attend))(q, k, v, d_out)
-    assert_close(
-        found, oracle.attention(q, k, v, oracle.visible(np.arange(padded), ids), d_out=d_out)
-    )
-    np.testing.assert_array_equal(found[0][:, valid:], 0)
+    assert_close(found, oracle.attention(q, k, v, oracle.visible(positions, ids), d_out=d_out))
+    np.testing.assert_array_equal(found[0][ids == 0], 0)
 
 
 def test_an_undefined_loss_in_padding_does_not_spread(rng):
@@ -416,8 +418,9 @@ def test_explicit_arrays_without_an_axis_name(rng):
     q, k, v, _ = inputs(rng, 4, 16)
     wanted = oracle.attention(q, k, v, np.tile(oracle.visible(np.arange(16)), (4, 1, 1)))
     ids = np.ones((4, 16), int)
+    on_mesh = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (q, k, v)]
+    np.testing.assert_allclose(plait.attention(*on_mesh, Contiguous(1)), wanted, atol=1e-5)
     with jax.set_mesh(mesh):
-        on_mesh = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (q, k, v)]
         out = plait.attention(*on_mesh, Contiguous(1), segment_ids=ids)
         np.testing.assert_allclose(out, wanted, atol=1e-5)
         positions = np.arange(16)

@@ -177,7 +177,7 @@ def find_mesh(arrays: Iterable[Any], names: tuple[str, ...], mesh: AnyMesh | Non
                 found.append(x.sharding.mesh)
             found.append(jax.typeof(x).sharding.mesh)
     for candidate in found:
-        if set(names) <= set(candidate.axis_names):
+        if not candidate.empty and set(names) <= set(candidate.axis_names):
             return candidate
     seen = sorted({name for candidate in found for name in candidate.axis_names})
     raise ValueError(
