@@ -87,12 +87,12 @@ MUTANTS = [
     Mutant(
         "a move by jnp.take",
         "permute.py",
-        "        shape = x.shape\n        before, after = shape[:axis]",
+        "        shape = x.shape\n        before, after, length = shape[:axis]",
         "        if x.shape[axis] == self.sequence_length:\n"
         "            length = self.chunk_length\n"
         "            at = (self.sources * length)[:, None] + np.arange(length)\n"
         "            return jnp.take(x, at.reshape(-1), axis=axis)\n"
-        "        shape = x.shape\n        before, after = shape[:axis]",
+        "        shape = x.shape\n        before, after, length = shape[:axis]",
         "test_permute.py -k no_gather",
     ),
     Mutant(
@@ -110,6 +110,13 @@ MUTANTS = [
         "test_exchange.py -k refused",
     ),
     Mutant(
+        "a copy on every rank taken for a shard",
+        "mesh.py",
+        "    if same:\n",
+        "    if False:\n",
+        "test_exchange.py -k copy_on_every_rank",
+    ),
+    Mutant(
         "ranks numbered in mesh order, whatever the tuple says",
         "mesh.py",
         "[(self._mesh_index(a), self._mesh_index(b)) for a, b in pairs]",
@@ -119,8 +126,8 @@ MUTANTS = [
     Mutant(
         "stripes of an uneven all-to-all placed as if even",
         "exchange.py",
-        "- striped_rank + ranks - 1, ranks)",
-        "- striped_rank, ranks)",
+        "- striped_rank + ranks - 1\n",
+        "- striped_rank\n",
         "test_exchange.py -k inside_shard_map[3]",
     ),
     Mutant(
@@ -201,6 +208,13 @@ MUTANTS = [
         "visible &= (q_ids[:, None] == k_ids[None, :]) & (k_ids[None, :] != 0)",
         "visible &= q_ids[:, None] == k_ids[None, :]",
         "test_attention.py::test_lse_and_its_gradient",
+    ),
+    Mutant(
+        "an undefined loss in padding that spreads",
+        "attention/kernels.py",
+        "    if statics.masks_ids:  # a loss",
+        "    if False:  # a loss",
+        "test_attention.py -k undefined_loss",
     ),
     Mutant(
         "a wholly masked row divided by zero",
