@@ -292,9 +292,9 @@ class Striped(Layout):
 class Placed(Layout):
     """Chunk c of the sequence goes to rank chunk_ranks[c]; every rank gets equally many.
 
-    For assignments found by a solver, one per batch. `chunk_length`, where given, pins the tokens
-    in a chunk, and with it the one sequence length that the layout accepts: an assignment made
-    for one batch of documents then cannot be applied to a batch of another length.
+    For assignments found by a solver, one per batch. `tokens_per_chunk`, where given, pins the
+    one sequence length that the layout accepts: an assignment made for one batch of documents
+    then cannot be applied to a batch of another length.
 
     >>> Placed((0, 1, 1, 0)).positions(8).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
