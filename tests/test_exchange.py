@@ -314,8 +314,7 @@ def test_vmap_beside_other_axes(kinds, layout):
             moved = jax.jit(jax.vmap(cp.reorder, in_axes=in_axis, out_axes=in_axis))(x)
             oracle.same_bits(moved, oracle.reorder(host, layout, 2))
             program = text(jax.vmap(cp.reorder, in_axes=in_axis, out_axes=in_axis), x)
-            if kinds != (AxisType.Explicit, AxisType.Auto):  # there jax 0.12 gathers the batch
-                assert collectives(program) == expected(layout, host.nbytes // 8)
+            assert collectives(program) == expected(layout, host.nbytes // 8)
             whole = jax.jit(jax.vmap(cp.all_gather, in_axes=in_axis, out_axes=in_axis))(moved)
             oracle.same_bits(whole, host)
 

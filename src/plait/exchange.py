@@ -129,8 +129,8 @@ class ChunkExchange:
     def inverse(self) -> ChunkExchange:
         return ChunkExchange(self.move.inverse(), self.axes)
 
-    @functools.cached_property
-    def matchings(self) -> tuple[Matching, ...]:
+    def check_chunks(self) -> None:
+        """ValueError where a rank has more chunks than should each be a permute."""
         per_rank = self.move.chunks // self.axes.size
         if per_rank > MOST_CHUNKS_PER_RANK:
             raise ValueError(
@@ -139,6 +139,10 @@ class ChunkExchange:
                 f"{MOST_CHUNKS_PER_RANK} chunks a rank move on devices: permute on the host, "
                 "where NumPy arrays of any layout move"
             )
+
+    @functools.cached_property
+    def matchings(self) -> tuple[Matching, ...]:
+        """The permutes that the move is made of."""
         return matchings(self.move.sources, self.axes.size)
 
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
@@ -301,40 +305,63 @@ def _roll_dynamic(x: jax.Array, by: jax.Array, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(lax.concatenate([x, x], axis), by, x.shape[axis], axis)
 
 
-@dataclasses.dataclass(frozen=True)
-class StripedOverMesh:
-    """`StripedExchange` outside `shard_map` where not all axes of the mesh are manual.
+Exchange = ChunkExchange | StripedRoll | StripedExchange
 
-    An all-to-all in a region that is manual over some axes only makes XLA gather the others
-    first. So the shards are packed and unpacked in manual regions, which communicate nothing, and
-    between them a sharding constraint asks XLA for the all-to-all.
+
+@dataclasses.dataclass(frozen=True)
+class OverMesh:
+    """An exchange outside `shard_map`, which it wraps around itself when it is lowered.
+
+    Only then is known what `jax.vmap` has made of x, and with it every axis that its type is
+    sharded over: these are made manual, as XLA would gather over them otherwise.
     """
 
-    exchange: StripedExchange
+    exchange: Exchange
     mesh: AnyMesh
 
-    def inverse(self) -> StripedOverMesh:
+    def inverse(self) -> OverMesh:
         return dataclasses.replace(self, exchange=self.exchange.inverse())
 
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
-        exchange, names = self.exchange, self.exchange.axes.names
-        spec = sharded_spec(x, axis, names, self.mesh)  # of x as vmap may have batched it
-        before, after = spec[:axis], spec[axis + 1 :]
-        sent = PartitionSpec(*before, as_entry(names), None, None, None, *after)
-        received = PartitionSpec(*before, None, as_entry(names), None, None, *after)
-
-        def pack(shard: jax.Array) -> jax.Array:
-            return jnp.expand_dims(exchange.pack(shard, axis, exchange.axes.rank()), axis)
-
-        def unpack(packed: jax.Array) -> jax.Array:
-            packed = lax.squeeze(packed, (axis + 1,))
-            return exchange.unpack(packed, axis, exchange.axes.rank())
-
+        names = self.exchange.axes.names
+        spec = sharded_spec(x, axis, names, self.mesh)
         manual = manual_for(spec, names)
         in_region = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=manual)
-        packed = in_region(pack, in_specs=spec, out_specs=sent)(x)
-        packed = _reshard(packed, {axis: None, axis + 1: as_entry(names)}, names, self.mesh)
-        return in_region(unpack, in_specs=received, out_specs=spec)(packed)
+        if isinstance(self.exchange, StripedExchange) and manual != set(self.mesh.axis_names):
+            return _stripes_over_mesh(self.exchange, x, axis, spec, self.mesh, in_region)
+        move = functools.partial(self.exchange.apply, axis=axis)
+        return in_region(move, in_specs=spec, out_specs=spec)(x)
+
+
+def _stripes_over_mesh(
+    exchange: StripedExchange,
+    x: jax.Array,
+    axis: int,
+    spec: PartitionSpec,
+    mesh: AnyMesh,
+    in_region: Any,
+) -> jax.Array:
+    """The exchange of stripes where not all axes of the mesh are manual.
+
+    An all-to-all in such a region makes XLA gather over the others first. So the shards are
+    packed and unpacked in manual regions, which communicate nothing, and between them a sharding
+    constraint asks XLA for the all-to-all.
+    """
+    names = exchange.axes.names
+    before, after = spec[:axis], spec[axis + 1 :]
+    sent = PartitionSpec(*before, as_entry(names), None, None, None, *after)
+    received = PartitionSpec(*before, None, as_entry(names), None, None, *after)
+
+    def pack(shard: jax.Array) -> jax.Array:
+        return jnp.expand_dims(exchange.pack(shard, axis, exchange.axes.rank()), axis)
+
+    def unpack(packed: jax.Array) -> jax.Array:
+        packed = lax.squeeze(packed, (axis + 1,))
+        return exchange.unpack(packed, axis, exchange.axes.rank())
+
+    packed = in_region(pack, in_specs=spec, out_specs=sent)(x)
+    packed = _reshard(packed, {axis: None, axis + 1: as_entry(names)}, names, mesh)
+    return in_region(unpack, in_specs=received, out_specs=spec)(packed)
 
 
 def _reshard(
@@ -392,10 +419,12 @@ def _steps(move: Relayout) -> list[Relayout]:
     return [half for half in halves if not half.is_identity]
 
 
-def _bijection(move: Relayout, axes: Axes) -> ChunkExchange | StripedExchange | StripedRoll:
+def _bijection(move: Relayout, axes: Axes) -> Exchange:
     striped = [isinstance(layout, Striped) for layout in (move.source, move.target)]
     if not any(striped):
-        return ChunkExchange(move, axes)
+        exchange = ChunkExchange(move, axes)
+        exchange.check_chunks()
+        return exchange
     per_rank = move.chunks // axes.size
     if all(striped):
         return StripedRoll(move.roll, axes, per_rank)
@@ -415,30 +444,16 @@ def exchange_over_mesh(
     x: jax.Array, move: Relayout, axis: int, names: tuple[str, ...], mesh: AnyMesh
 ) -> jax.Array:
     """The global array after a move; outside `shard_map`, which this wraps around itself."""
-    spec = sharded_spec(x, axis, names, mesh)
+    sharded_spec(x, axis, names, mesh)  # raises where the sequence is not sharded so
     for step in _steps(move):
-        x = _over_mesh(step, axis, names, mesh, spec)(x)
+        x = _over_mesh(step, axis, Axes.on(mesh, names), mesh)(x)
     return x
 
 
 @functools.lru_cache(maxsize=1024)
-def _over_mesh(
-    move: Relayout, axis: int, names: tuple[str, ...], mesh: AnyMesh, spec: PartitionSpec
-) -> Any:
-    bijection = _bijection(move, Axes.on(mesh, names))
-    manual = manual_for(spec, names)
-    if isinstance(bijection, StripedExchange) and manual != set(mesh.axis_names):
-        over_mesh = StripedOverMesh(bijection, mesh)
-        return jax.jit(lambda x: apply_bijection(over_mesh, x, axis))
-    return jax.jit(
-        jax.shard_map(
-            lambda shard: apply_bijection(bijection, shard, axis),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec,
-            axis_names=manual,
-        )
-    )
+def _over_mesh(move: Relayout, axis: int, axes: Axes, mesh: AnyMesh) -> Any:
+    over_mesh = OverMesh(_bijection(move, axes), mesh)
+    return jax.jit(lambda x: apply_bijection(over_mesh, x, axis))
 
 
 def move_array(
