@@ -252,6 +252,22 @@ def test_the_mesh_is_found(kind, how):
         oracle.same_bits(jitted(x), oracle.reorder(host, Zigzag(4), 1))
 
 
+@pytest.mark.parametrize("layout", [Zigzag(4), Striped(4)])
+def test_plain_arrays_with_a_mesh_in_hand(layout, mesh_of):
+    host = np.arange(2 * length_of(layout), dtype=np.float32).reshape(2, -1)
+    wanted = oracle.reorder(host, layout, 1)
+    move = functools.partial(plait.reorder, layout=layout, axis_name="context", mesh=mesh_of(4))
+    x = jnp.asarray(host)
+    oracle.same_bits(move(x), wanted)
+    oracle.same_bits(jax.jit(move)(x), wanted)
+    oracle.same_bits(jax.jit(jax.vmap(move))(x[None])[0], wanted)
+    oracle.same_bits(jax.vjp(move, x)[1](jnp.asarray(wanted))[0], host)
+    oracle.same_bits(jax.jit(lambda x, y: jax.vjp(move, x)[1](y)[0])(x, wanted), host)
+    wide = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    beside = functools.partial(move, mesh=wide)
+    oracle.same_bits(jax.jit(beside)(x), wanted)
+
+
 def test_plain_arrays_are_laid_out(mesh_of):
     x = np.arange(32.0, dtype=np.float32).reshape(2, 16)
     with jax.set_mesh(mesh_of(8)):

@@ -453,7 +453,17 @@ def exchange_over_mesh(
 @functools.lru_cache(maxsize=1024)
 def _over_mesh(move: Relayout, axis: int, axes: Axes, mesh: AnyMesh) -> Any:
     over_mesh = OverMesh(_bijection(move, axes), mesh)
-    return jax.jit(lambda x: apply_bijection(over_mesh, x, axis))
+
+    def run(x: jax.Array) -> jax.Array:
+        if not jax.typeof(x).sharding.mesh.empty:
+            return apply_bijection(over_mesh, x, axis)
+        # A plain array: without a constraint before and after, jit would not know the devices to
+        # run on, there and in the derivative.
+        placed = {axis: as_entry(axes.names)}
+        x = _reshard(x, placed, axes.names, mesh)
+        return _reshard(apply_bijection(over_mesh, x, axis), placed, axes.names, mesh)
+
+    return jax.jit(run)
 
 
 def move_array(
