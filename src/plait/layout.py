@@ -313,7 +313,7 @@ class Placed(Layout):
             )
         if given.min() < 0:
             raise ValueError(
-                f"chunk_ranks[{int(given.argmin())}] is {given.min()}; ranks count from 0"
+                f"chunk_ranks[{int(np.argmin(given))}] is {given.min()}; ranks count from 0"
             )
         counts = np.bincount(given)
         if (counts != counts[0]).any():

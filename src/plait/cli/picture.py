@@ -106,7 +106,7 @@ def _draw_bars(axes: Any, layout: Layout, segment_ids: np.ndarray, colors: np.nd
     mean = work.mean()
     axes.bar(np.arange(layout.ranks), work, color=colors)
     axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-    axes.set_title(f"busiest / mean = {work.max() / mean:.2f}", loc="right", color=INK)
+    axes.set_title(f"busiest / mean = {np.max(work) / mean:.2f}", loc="right", color=INK)
     axes.text(
         1.01, mean, "mean", transform=axes.get_yaxis_transform(), va="center", color=INK, fontsize=9
     )
