@@ -1,0 +1,290 @@
+"""What a compiled program does: operations, collectives, bytes, memory, and the floors."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+from plait.audit.hlo import COLLECTIVES, Instruction, Module
+
+_PLURALS = {
+    "gathers": "gather",
+    "scatters": "scatter",
+    "whiles": "while",
+    "sorts": "sort",
+    "copies": "copy",
+    "transposes": "transpose",
+    "custom_calls": "custom-call",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One instruction of the program, wherever it stands: also inside fusions and loops.
+
+    Attributes:
+      kind: XLA's opcode; an asynchronous pair is one operation of the plain kind.
+      name: the instruction's name in the program's text.
+      executions: how often it runs; a loop whose length the compiler does not know counts once.
+      accessed_bytes: what one execution reads and writes; 0 inside a fusion, which counts whole.
+      estimated_cycles: the TPU compiler's estimate for one execution; 0 where it gives none.
+      source: "file:line" of the call that made it.
+    """
+
+    kind: str
+    name: str
+    executions: int
+    accessed_bytes: int
+    estimated_cycles: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the program, its figures those of one device and one execution.
+
+    Attributes:
+      kind: "collective-permute", "all-gather", "reduce-scatter" and so on.
+      name: the instruction's name in the program's text.
+      bytes: the larger of what it takes and what it gives.
+      traffic_bytes: what a device sends by the best known algorithm: all of a permute's operand,
+        (n-1)/n of `bytes` for an all-gather, reduce-scatter or all-to-all, twice that for an
+        all-reduce.
+      participants: the devices of one group.
+      stage: the serial stage of communication, from 1; 0 where nothing leaves a device.
+      executions: how often it runs.
+      source: "file:line" of the call that made it.
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    traffic_bytes: int
+    participants: int
+    stage: int
+    executions: int
+    source: str
+
+
+class RequirementError(AssertionError):
+    """A compiled program does not do what `Report.require` asks of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one device of a compiled program does. All figures are static: nothing was run.
+
+    Attributes:
+      topology: the name of what it was compiled for.
+      operations: every instruction that the program runs.
+      collectives: those that communicate, in the order of the schedule.
+      hbm_bytes: bytes read and written: the compiler's own count where it gives one, which counts
+        what a permute sends twice, else `counted_bytes`.
+      counted_bytes: the same by plait's reading of the instructions, each operand read and each
+        result written once, slices only for what they take, loops for every turn.
+      argument_bytes, output_bytes, temp_bytes: memory held, by the compiler's plan.
+      floor_bytes: reading the arguments and writing the outputs once.
+      network_floor_bytes: what must leave a device, where whoever asked for the report knew it.
+      estimated_cycles: the sum of the TPU compiler's estimates. It leaves out collectives, the
+        inside of Pallas calls, launch gaps and overlap.
+      clock_hz: cycles a second of the chip; None where there are no cycles.
+      compile_seconds: how long this machine's compiler took.
+    """
+
+    topology: str
+    operations: tuple[Operation, ...]
+    collectives: tuple[Collective, ...]
+    hbm_bytes: int
+    counted_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    estimated_cycles: int
+    clock_hz: float | None = None
+    network_floor_bytes: int | None = None
+    compile_seconds: float | None = None
+
+    @functools.cached_property
+    def counts(self) -> dict[str, int]:
+        """How often each kind of operation stands in the program; collectives included."""
+        return dict(collections.Counter(operation.kind for operation in self.operations))
+
+    @property
+    def stages(self) -> int:
+        """Serial stages of communication: the longest chain of collectives."""
+        return max((c.stage for c in self.collectives), default=0)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that a device sends in all."""
+        return sum(c.traffic_bytes * c.executions for c in self.collectives)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Reading the arguments and writing the outputs once."""
+        return self.argument_bytes + self.output_bytes
+
+    @property
+    def hbm_ratio(self) -> float:
+        """`hbm_bytes` over the floor; NaN for a program without arguments and outputs."""
+        return self.hbm_bytes / self.floor_bytes if self.floor_bytes else float("nan")
+
+    @property
+    def traffic_ratio(self) -> float | None:
+        """`traffic_bytes` over the floor, where that is known and not 0."""
+        return self.traffic_bytes / self.network_floor_bytes if self.network_floor_bytes else None
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """`estimated_cycles` at the chip's clock: a weak estimate, never a measurement."""
+        return self.estimated_cycles / self.clock_hz if self.clock_hz else None
+
+    def require(
+        self,
+        *,
+        gathers: int | None = None,
+        scatters: int | None = None,
+        whiles: int | None = None,
+        sorts: int | None = None,
+        copies: int | None = None,
+        transposes: int | None = None,
+        custom_calls: int | None = None,
+        collectives: int | None = None,
+        stages: int | None = None,
+        temp_bytes_at_most: int | None = None,
+        hbm_bytes_at_most: int | None = None,
+        hbm_ratio_at_most: float | None = None,
+        traffic_bytes_at_most: int | None = None,
+    ) -> Report:
+        """Check the program against what it should be, for use in a test suite.
+
+        Counts are exact; bytes and ratios are bounds. What is None is not looked at.
+
+        Returns:
+          The report itself.
+
+        Raises:
+          RequirementError: an AssertionError that lists every requirement that does not hold with
+            the instructions that break it and the lines of code that made them.
+        """
+        given = locals()
+        failures = []
+        for plural, kind in _PLURALS.items():
+            found = [o for o in self.operations if o.kind == kind]
+            failures += _miscount(plural, len(found), given[plural], found)
+        failures += _miscount("collectives", len(self.collectives), collectives, self.collectives)
+        failures += _miscount("stages", self.stages, stages, self.collectives)
+        heavy = sorted(self.operations, key=lambda o: -o.accessed_bytes * o.executions)
+        for name, figure, bound, culprits in (
+            ("temp_bytes", self.temp_bytes, temp_bytes_at_most, heavy[:5]),
+            ("hbm_bytes", self.hbm_bytes, hbm_bytes_at_most, heavy[:5]),
+            ("hbm_ratio", self.hbm_ratio, hbm_ratio_at_most, heavy[:5]),
+            ("traffic_bytes", self.traffic_bytes, traffic_bytes_at_most, self.collectives),
+        ):
+            if bound is not None and not figure <= bound:
+                shown = f"{figure:.3g}" if isinstance(figure, float) else f"{figure:,}"
+                limit = f"{bound:.3g}" if isinstance(bound, float) else f"{bound:,}"
+                failures.append(f"{name} is {shown}; at most {limit} is asked" + _list(culprits))
+        if failures:
+            raise RequirementError(f"compiled for {self.topology}:\n" + "\n".join(failures))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain Python values, for JSON; the operations as counts."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["operations"] = self.counts
+        plain["collectives"] = [dataclasses.asdict(c) for c in self.collectives]
+        for name in ("stages", "traffic_bytes", "floor_bytes", "hbm_ratio", "estimated_seconds"):
+            plain[name] = getattr(self, name)
+        return plain
+
+
+def _miscount(name: str, found: int, wanted: int | None, culprits: Any) -> list[str]:
+    if wanted is None or found == wanted:
+        return []
+    return [f"{name} is {found}; {wanted} is asked" + _list(culprits)]
+
+
+def _list(culprits: Any) -> str:
+    lines = [f"\n  {culprit.kind} {culprit.name}, made at {culprit.source}" for culprit in culprits]
+    more = [f"\n  and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return "".join(lines[:8] + more)
+
+
+def _traffic(kind: str, carried: int, participants: int) -> int:
+    share = (participants - 1) / participants
+    if kind == "collective-permute":
+        return carried
+    return int(carried * share * (2 if kind == "all-reduce" else 1))
+
+
+def _collective(instruction: Instruction, stage: int, executions: int) -> Collective:
+    result = instruction.result_bytes
+    carried = max(instruction.operand_bytes, result)
+    sent = _traffic(instruction.kind, carried, instruction.participants)
+    return Collective(
+        kind=instruction.kind,
+        name=instruction.name,
+        bytes=carried,
+        traffic_bytes=sent if stage else 0,
+        participants=instruction.participants,
+        stage=stage,
+        executions=executions,
+        source=instruction.source,
+    )
+
+
+def read_module(
+    module: Module,
+    *,
+    topology: str,
+    memory: Any = None,
+    compiler_bytes: float | None = None,
+    clock_hz: float | None = None,
+    network_floor_bytes: int | None = None,
+    compile_seconds: float | None = None,
+) -> Report:
+    """The report of a module, with what only the compiler can say given beside it.
+
+    `memory` is what `memory_analysis()` of a compiled function gives.
+    """
+    stages = module.stages()
+    operations, collectives = [], []
+    counted = cycles = 0
+    for execution in module.executions():
+        instruction, count = execution.instruction, execution.count
+        if instruction.is_second_half:
+            continue
+        accessed = 0 if execution.fused else instruction.accessed_bytes
+        counted += accessed * count
+        cycles += instruction.estimated_cycles * count
+        if instruction.opcode == "async-start":
+            continue  # the operation that it starts stands in its computation
+        operations.append(
+            Operation(
+                kind=instruction.kind,
+                name=instruction.name,
+                executions=count,
+                accessed_bytes=accessed,
+                estimated_cycles=instruction.estimated_cycles,
+                source=instruction.source,
+            )
+        )
+        if instruction.kind in COLLECTIVES:
+            collectives.append(_collective(instruction, stages.get(instruction, 0), count))
+    return Report(
+        topology=topology,
+        operations=tuple(operations),
+        collectives=tuple(collectives),
+        hbm_bytes=counted if compiler_bytes is None else int(compiler_bytes),
+        counted_bytes=counted,
+        argument_bytes=memory.argument_size_in_bytes if memory else 0,
+        output_bytes=memory.output_size_in_bytes if memory else 0,
+        temp_bytes=memory.temp_size_in_bytes if memory else 0,
+        estimated_cycles=cycles,
+        clock_hz=clock_hz if cycles else None,
+        network_floor_bytes=network_floor_bytes,
+        compile_seconds=compile_seconds,
+    )

@@ -1,0 +1,239 @@
+"""Topologies to compile for: TPU slices and NVIDIA hosts that need not be there, and local ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What an estimate needs to know of a chip, for what jax calls one device of it.
+
+    `clock_hz` turns the TPU compiler's cycles into seconds; it is the published peak rate over
+    the width of the matrix units. `hbm_bytes_per_second` is the published bandwidth.
+    """
+
+    name: str
+    kind: str
+    default: str
+    dimensions: int
+    hbm_bytes_per_second: float
+    clock_hz: float | None = None
+    gpu_target: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.default}"
+
+
+def _nvidia(name: str, major: int, cores: int, bandwidth: float, memory: float, ghz: float) -> Chip:
+    """A `GpuTargetConfig` of XLA, in so far as the compiler asks for it."""
+    target = f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} }}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: {cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  clock_rate_ghz: {ghz}
+  memory_bandwidth: {int(bandwidth)}
+  device_memory_size: {int(memory)}
+  l2_cache_size: {50 if major == 9 else 126}000000
+}}
+platform_name: "CUDA"
+device_description_str: "NVIDIA {name.upper()}"
+"""
+    return Chip(name, "gpu", "1x1x8", 3, bandwidth, gpu_target=target)
+
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", "tpu", "8x16", 2, 0.819e12, 1.5e9),
+        Chip("v5p", "tpu", "4x4x8", 3, 2.765e12, 1.75e9),
+        Chip("v6e", "tpu", "8x16", 2, 1.64e12, 1.75e9),
+        Chip("tpu7x", "tpu", "4x4x4", 3, 3.69e12, 2.2e9),
+        _nvidia("h100", 9, 132, 3.35e12, 80e9, 1.98),
+        _nvidia("h200", 9, 132, 4.8e12, 141e9, 1.98),
+        _nvidia("b200", 10, 148, 8.0e12, 180e9, 1.96),
+    )
+}
+"""By name. A TPU's shape is of its chips; an NVIDIA host's is slices x hosts x devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices that a program can be compiled for.
+
+    Make one with `plait.audit.topology`. `chip` is None for devices of the machine itself.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    chip: Chip | None = None
+
+    def mesh(self, axes: Mapping[str, int] | None = None) -> Mesh:
+        """A mesh of Auto axes over its first devices; by default one axis "context" over all.
+
+        Args:
+          axes: the axes' sizes by name, major first.
+
+        Raises:
+          ValueError: the axes need more devices than there are.
+        """
+        sizes = dict(axes or {"context": len(self.devices)})
+        needed = int(np.prod(list(sizes.values())))
+        if not 1 <= needed <= len(self.devices):
+            raise ValueError(
+                f"a mesh of {sizes} takes {needed} devices and {self.name} has "
+                f"{len(self.devices)}; it needs to take from 1 to {len(self.devices)}"
+            )
+        devices = np.array(self.devices[:needed]).reshape(tuple(sizes.values()))
+        return Mesh(devices, tuple(sizes))
+
+
+def topologies() -> tuple[str, ...]:
+    """The topologies that `topology` knows, each with its default shape.
+
+    >>> "v5p:4x4x8" in topologies() and "h200:1x1x8" in topologies()
+    True
+    """
+    return (*map(str, CHIPS.values()), "cpu", "local")
+
+
+def topology(name: str) -> Topology:
+    """The topology of a name such as "v5p:4x4x8", "h200:1x8x8", "cpu:8" or "local".
+
+    A chip's name alone takes its default shape, which `topologies` lists. "v5e", "v5p", "v6e" and
+    "tpu7x" are shaped in chips (of tpu7x each is two devices) and need libtpu; "h100", "h200" and
+    "b200" in slices x hosts x devices, and need jax's CUDA plugin; neither needs the hardware.
+    "cpu" or "cpu:N" are the host's devices, "local" those of jax's default backend.
+
+    Raises:
+      ValueError: an unknown name or a shape that does not exist.
+      ImportError: the compiler of that platform is not installed.
+      RuntimeError: a TPU compiler was asked for on what is not x86-64 Linux.
+
+    >>> topology("cpu").devices[0].platform
+    'cpu'
+    >>> topology("v5q:4x4x8")
+    Traceback (most recent call last):
+    ValueError: topology 'v5q:4x4x8' is unknown; near it: v5p:4x4x8, v5e:8x16
+    """
+    base, _, shape = name.partition(":")
+    if base in ("cpu", "local"):
+        return _local(name, base, shape)
+    if base not in CHIPS:
+        near = difflib.get_close_matches(base, CHIPS, n=2, cutoff=0.5)
+        listed = ", ".join(str(CHIPS[n]) for n in near)
+        known = f"near it: {listed}" if near else f"known are {', '.join(topologies())}"
+        raise ValueError(f"topology {name!r} is unknown; {known}")
+    chip = CHIPS[base]
+    shape = shape or chip.default
+    sizes = [int(s) if s.isdecimal() else 0 for s in shape.split("x")]
+    if len(sizes) != chip.dimensions or min(sizes) < 1:
+        raise ValueError(
+            f"topology {name!r} has the shape {shape!r}; {base} needs {chip.dimensions} sizes of "
+            f"at least 1, such as {chip}"
+        )
+    devices = (_tpu if chip.kind == "tpu" else _gpu)(chip, shape)
+    return Topology(f"{base}:{shape}", tuple(devices), chip)
+
+
+def _local(name: str, base: str, count: str) -> Topology:
+    devices = jax.devices("cpu") if base == "cpu" else jax.devices()
+    wanted = int(count) if count.isdecimal() else len(devices) if not count else 0
+    if not 1 <= wanted <= len(devices):
+        hint = (
+            f", or XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax starts"
+            if base == "cpu" and wanted
+            else ""
+        )
+        raise ValueError(
+            f"topology {name!r} is not here: {base} has {len(devices)} devices; it needs "
+            f"{base}:1 to {base}:{len(devices)}{hint}"
+        )
+    return Topology(name, tuple(devices[:wanted]))
+
+
+# What libtpu asks of its surroundings where there is no TPU.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# The CUDA plugin refuses to load where cuDNN and a driver are missing, unless this is set.
+_SKIP_CUDA_CHECKS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+def _tpu(chip: Chip, shape: str) -> list[Any]:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise RuntimeError(
+            f"compiling for {chip.name} needs libtpu, which exists for x86-64 Linux alone; this "
+            f"is {platform.system()} on {platform.machine()}"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f"compiling for {chip.name} needs libtpu, which is not installed: "
+            "pip install 'plait[audit]'"
+        )
+    os.environ.setdefault(_SKIP_CUDA_CHECKS, "1")
+    jax.default_backend()  # A TPU of this machine's own has to start without these settings.
+    for variable, value in _LIBTPU.items():
+        os.environ.setdefault(variable, value)
+    return _describe(f"{chip.name}:{shape}", f"{chip.name}:{shape}", platform="tpu")
+
+
+def _gpu(chip: Chip, shape: str) -> list[Any]:
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    if not any(importlib.util.find_spec(plugin) for plugin in plugins):
+        raise ImportError(
+            f"compiling for {chip.name} needs jax's CUDA plugin, which is not installed: "
+            "pip install 'plait[audit-gpu]'"
+        )
+    os.environ.setdefault(_SKIP_CUDA_CHECKS, "1")
+    return _describe(
+        f"{chip.name}:{shape}",
+        "",
+        platform="cuda",
+        topology=shape,
+        target_config=chip.gpu_target,
+    )
+
+
+def _describe(name: str, described: str, **arguments: Any) -> list[Any]:
+    from jax.experimental import topologies as jax_topologies
+
+    try:
+        return jax_topologies.get_topology_desc(described, **arguments).devices
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"topology {name!r} needs jax's CUDA plugin, which did not load when jax started: set "
+            f"{_SKIP_CUDA_CHECKS}=1 before jax's first operation"
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"topology {name!r} does not exist, the compiler says: {reason}; "
+            f"{CHIPS[name.partition(':')[0]]} does"
+        ) from error
