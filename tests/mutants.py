@@ -266,6 +266,34 @@ MUTANTS = [
         "ids[..., 1:] < ids[..., :-1]",
         "test_positions.py -k segment",
     ),
+    Mutant(
+        "MaxText's to_contiguous the wrong way round",
+        "integrations/maxtext.py",
+        "reversed(ends) if back else ends",
+        "ends if back else reversed(ends)",
+        "integrations/test_maxtext.py -k by_hand",
+    ),
+    Mutant(
+        "one of MaxText's keys left in source order",
+        "integrations/maxtext.py",
+        '        "targets_loss_mask",\n',
+        "",
+        "integrations/test_maxtext.py -k batch_by_hand",
+    ),
+    Mutant(
+        "a sequence over other than cp_size devices moved over them",
+        "integrations/maxtext.py",
+        "    if size == layout.ranks:\n",
+        "    if True:\n",
+        "integrations/test_maxtext.py -k sharded_over_a_mesh",
+    ),
+    Mutant(
+        "multi-token targets from the next document",
+        "integrations/maxtext.py",
+        "segment_ids=segment_ids, fill=0",
+        "segment_ids=None, fill=0",
+        "integrations/test_maxtext.py -k deeper_targets",
+    ),
 ]
 
 

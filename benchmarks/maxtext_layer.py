@@ -1,0 +1,167 @@
+"""A cut-down attention layer of MaxText's shape, before plait and after, to compare by compiling.
+
+MaxText's order of events under load-balanced context parallelism: queries stay sharded over the
+sequence; keys, values and the keys' segment ids are gathered before `shard_map`, whose in_specs
+leave their sequence whole, and are restored to source order inside it. `before` does that, `after`
+gathers inside by `cp.all_gather`. Both take q, k, v [batch, heads, sequence, head_dim] and segment
+ids [batch, sequence] in zigzag order, sharded over mesh axes "data", "tensor" (heads) and
+"context" (sequence), and return out [batch, heads, sequence, v_head_dim].
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from plait import Blockwise, Causal, ContextParallel, Zigzag
+
+QUERY_SPEC = P("data", "tensor", "context", None)
+KEY_SPEC = P("data", "tensor", "context", None)
+WHOLE_KEY_SPEC = P("data", "tensor", None, None)
+IDS_SPEC = P("data", "context")
+WHOLE_IDS_SPEC = P("data", None)
+
+GQA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+MLA = {"heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}
+
+Array = jax.Array
+Attend = Callable[[Array, Array, Array, Array, Array, Array], Array]
+
+
+def strided(x: Array, ranks: int, axis: int) -> Array:
+    """Source order from zigzag by strided slices, the form of MaxText's `reorder_sequence`."""
+    chunked = x.reshape(*x.shape[:axis], ranks, 2, -1, *x.shape[axis + 1 :])
+    early = jax.lax.index_in_dim(chunked, 0, axis + 1, keepdims=False)
+    late = jax.lax.index_in_dim(chunked, 1, axis + 1, keepdims=False)
+    return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
+
+
+def take(x: Array, ranks: int, axis: int) -> Array:
+    """Source order from zigzag by a gather, the form of older versions of MaxText."""
+    chunked = x.reshape(*x.shape[:axis], 2 * ranks, -1, *x.shape[axis + 1 :])
+    order = jnp.array([*range(0, 2 * ranks, 2), *range(2 * ranks - 1, 0, -2)])
+    return jnp.take(chunked, order, axis=axis).reshape(x.shape)
+
+
+def blockwise(q: Array, k: Array, v: Array, positions: Array, q_ids: Array, k_ids: Array) -> Array:
+    """Causal attention of this rank's queries over keys in source order, by plait's kernel."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    length, keys = q.shape[1], k.shape[1]
+    kernel = Blockwise().fitted(max(1, length // 2), keys)
+    out, _ = kernel(
+        q,
+        k,
+        v,
+        mask=Causal(),
+        q_positions=jnp.broadcast_to(positions, q.shape[:2]),
+        k_positions=jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), k.shape[:2]),
+        q_segment_ids=q_ids,
+        k_segment_ids=k_ids,
+        scale=q.shape[-1] ** -0.5,
+    )
+    return out.swapaxes(1, 2)
+
+
+def before(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    *,
+    mesh: Mesh,
+    restore: Callable[[Array, int, int], Array] = strided,
+    attend: Attend = blockwise,
+) -> Array:
+    """Gather outside, then restore all of the keys and values on every device."""
+    ranks = mesh.shape["context"]
+    cp = ContextParallel(Zigzag(ranks), "context")
+
+    def attention(q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array) -> Array:
+        k, v, k_ids = restore(k, ranks, 2), restore(v, ranks, 2), restore(k_ids, ranks, 1)
+        return attend(q, k, v, cp.source_positions(k.shape[2]), q_ids, k_ids)
+
+    k, v = (_constrained(x, mesh, WHOLE_KEY_SPEC) for x in (k, v))
+    k_ids = _constrained(segment_ids, mesh, WHOLE_IDS_SPEC)
+    return jax.shard_map(
+        attention,
+        mesh=mesh,
+        in_specs=(QUERY_SPEC, WHOLE_KEY_SPEC, WHOLE_KEY_SPEC, IDS_SPEC, WHOLE_IDS_SPEC),
+        out_specs=QUERY_SPEC,
+        check_vma=False,
+    )(q, k, v, segment_ids, k_ids)
+
+
+def after(
+    q: Array, k: Array, v: Array, segment_ids: Array, *, mesh: Mesh, attend: Attend = blockwise
+) -> Array:
+    """Restore this rank's shard, then gather, inside the region."""
+    cp = ContextParallel(Zigzag(mesh.shape["context"]), "context")
+
+    def attention(q: Array, k: Array, v: Array, ids: Array) -> Array:
+        k, v = cp.all_gather((k, v), axis=2)
+        k_ids = cp.all_gather(ids, axis=1)
+        return attend(q, k, v, cp.source_positions(k.shape[2]), ids, k_ids)
+
+    return jax.shard_map(
+        attention,
+        mesh=mesh,
+        in_specs=(QUERY_SPEC, KEY_SPEC, KEY_SPEC, IDS_SPEC),
+        out_specs=QUERY_SPEC,
+        check_vma=False,
+    )(q, k, v, segment_ids)
+
+
+def with_gradients(layer: Callable[..., Array], **options: Any) -> Callable[..., tuple]:
+    """(q, k, v, segment_ids, d_out) -> (out, d_q, d_k, d_v) of a layer above."""
+
+    def run(q: Array, k: Array, v: Array, segment_ids: Array, d_out: Array) -> tuple:
+        out, pull = jax.vjp(lambda q, k, v: layer(q, k, v, segment_ids, **options), q, k, v)
+        return out, *pull(d_out)
+
+    return run
+
+
+def arguments(
+    mesh: Mesh, shape: Mapping[str, int], *, batch: int, sequence: int, dtype: Any = jnp.bfloat16
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes, dtypes and shardings of (q, k, v, segment_ids, d_out), to lower for."""
+
+    def struct(heads: int, head_dim: int, spec: P) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct((batch, heads, sequence, head_dim), dtype, sharding=sharding)
+
+    q = struct(shape["heads"], shape["head_dim"], QUERY_SPEC)
+    k = struct(shape["kv_heads"], shape["head_dim"], KEY_SPEC)
+    v = struct(shape["kv_heads"], shape["v_head_dim"], KEY_SPEC)
+    d_out = struct(shape["heads"], shape["v_head_dim"], QUERY_SPEC)
+    ids_sharding = NamedSharding(mesh, IDS_SPEC)
+    ids = jax.ShapeDtypeStruct((batch, sequence), jnp.int32, sharding=ids_sharding)
+    return q, k, v, ids, d_out
+
+
+def lowered(
+    layer: Callable[..., Array],
+    mesh: Mesh,
+    shape: Mapping[str, int],
+    *,
+    batch: int,
+    sequence: int,
+    dtype: Any = jnp.bfloat16,
+    backward: bool = True,
+    **options: Any,
+) -> jax.stages.Lowered:
+    """The layer lowered for a mesh, its results sharded as its arguments; `.compile()` it."""
+    q, k, v, ids, d_out = arguments(mesh, shape, batch=batch, sequence=sequence, dtype=dtype)
+    if not backward:
+        forward = jax.jit(lambda *x: layer(*x, mesh=mesh, **options), out_shardings=d_out.sharding)
+        return forward.lower(q, k, v, ids)
+    results = tuple(x.sharding for x in (d_out, q, k, v))
+    run = jax.jit(with_gradients(layer, mesh=mesh, **options), out_shardings=results)
+    return run.lower(q, k, v, ids, d_out)
+
+
+def _constrained(x: Array, mesh: Mesh, spec: P) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

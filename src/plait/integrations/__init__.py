@@ -1,0 +1,1 @@
+"""plait under the names and conventions of other libraries; `import plait` imports none of it."""
