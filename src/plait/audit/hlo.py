@@ -119,11 +119,11 @@ class Instruction:
         window = self.backend_config.get("window_config", {})
         return int(window.get("estimated_cycles", 0))
 
-    @property
+    @functools.cached_property
     def trip_count(self) -> int | None:
-        """How often a while loop runs, where the compiler knows it."""
+        """How often a while loop runs, where the compiler says so or the loop counts up to it."""
         known = self.backend_config.get("known_trip_count", {}).get("n")
-        return None if known is None else int(known)
+        return _counted_turns(self) if known is None else int(known)
 
     @property
     def participants(self) -> int:
@@ -186,6 +186,40 @@ class Instruction:
         return "made by the compiler"
 
 
+def _integer(instruction: Instruction) -> int | None:
+    """The value of a constant integer, also behind a copy."""
+    while instruction.kind in ("bitcast", "copy"):
+        instruction = instruction.operands[0]
+    literal = instruction.message.literal
+    values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+    return values[0] if instruction.opcode == "constant" and len(values) == 1 else None
+
+
+def _counted_turns(loop: Instruction) -> int | None:
+    """The turns of a loop that adds 1 to a counter as long as it is below a constant.
+
+    That is what `jax.lax.scan` and `fori_loop` make; of any other loop the answer is None.
+    """
+    bodies = {c.root.opcode == "tuple": c for c in loop.called}
+    (start,) = loop.operands
+    if set(bodies) != {True, False} or start.opcode != "tuple":
+        return None
+    test, step = bodies[False].root, bodies[True].root
+    if test.opcode != "compare" or test.message.comparison_direction != "LT":
+        return None
+    counter, bound = test.operands
+    if counter.opcode != "get-tuple-element":
+        return None
+    index = counter.message.tuple_index
+    last, first, added = _integer(bound), _integer(start.operands[index]), step.operands[index]
+    if last is None or first is None or added.opcode != "add":
+        return None
+    takes = [o for o in added.operands if o.opcode == "get-tuple-element"]
+    steps = [_integer(o) for o in added.operands if o not in takes]
+    counts_up = steps == [1] and [o.message.tuple_index for o in takes] == [index]
+    return max(0, last - first) if counts_up else None
+
+
 def _through_bitcasts(instruction: Instruction) -> Instruction:
     while instruction.opcode == "bitcast":
         instruction = instruction.operands[0]
@@ -224,6 +258,11 @@ class Computation:
     name: str
     instructions: list[Instruction] = dataclasses.field(default_factory=list, repr=False)
     root: Instruction = dataclasses.field(init=False, repr=False)
+
+
+def _turns(instruction: Instruction) -> int:
+    known = instruction.trip_count if instruction.opcode == "while" else 1
+    return 1 if known is None else known
 
 
 @dataclasses.dataclass(eq=False)
@@ -283,24 +322,25 @@ class Module:
     def _executions(self, computation: Computation, count: int, fused: bool) -> Iterator[Execution]:
         for instruction in computation.instructions:
             yield Execution(instruction, count, fused)
-            turns = instruction.trip_count or 1 if instruction.opcode == "while" else 1
+            turns = _turns(instruction)
             for called in instruction.called:
                 inside = fused or instruction.opcode == "fusion"
                 yield from self._executions(called, count * turns, inside)
 
-    def stages(self) -> dict[Instruction, int]:
-        """For each collective, the serial stage of communication that it stands in, from 1.
+    @functools.cached_property
+    def stages(self) -> tuple[dict[Instruction, int], int]:
+        """For each collective, the serial stage that it stands in, from 1; and how many there are.
 
-        A collective stands one stage after the latest of those whose results it needs. Those of
-        one stage may be under way together.
+        A collective stands one stage after the latest of those whose results it needs; those of
+        one stage may be under way together. A loop has the stages of all of its turns, of which
+        its collectives are given their first.
         """
         found: dict[Instruction, int] = {}
-        _stage(self.entry, 0, found)
-        return found
+        return found, _stage(self.entry, 0, found)
 
 
 def _stage(computation: Computation, before: int, found: dict[Instruction, int]) -> int:
-    """The stages that a computation's root has behind it, given those before its parameters."""
+    """The latest stage in a computation, given the latest that its parameters have behind them."""
     behind: dict[Instruction, int] = {}
     for instruction in computation.instructions:
         stage = max((behind[operand] for operand in instruction.operands), default=before)
@@ -311,7 +351,6 @@ def _stage(computation: Computation, before: int, found: dict[Instruction, int])
             found[instruction] = stage
         elif instruction.called:
             ends = [_stage(called, stage, found) for called in instruction.called]
-            turns = instruction.trip_count or 1 if instruction.opcode == "while" else 1
-            stage += (max(ends) - stage) * turns
+            stage += (max(ends) - stage) * _turns(instruction)
         behind[instruction] = stage
-    return behind[computation.root]
+    return max(behind.values())

@@ -30,6 +30,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "opcode": (2, "string"),
         "shape": (3, "Shape"),
         "metadata": (7, "Metadata"),
+        "literal": (8, "Literal"),
         "parameter_number": (9, "int64"),
         "tuple_index": (13, "int64"),
         "custom_call_target": (28, "string"),
@@ -39,6 +40,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "backend_config": (43, "bytes"),
         "replica_groups": (49, "ReplicaGroup[]"),
         "source_target_pairs": (52, "SourceTarget[]"),
+        "comparison_direction": (63, "string"),
         "collective_device_list": (87, "DeviceList"),
         "iota_collective_device_list": (92, "IotaGroups"),
         "mesh_axes_replica_group_list": (93, "MeshGroups"),
@@ -50,6 +52,12 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "layout": (5, "Layout"),
     },
     "Layout": {"memory_space": (8, "int64")},
+    "Literal": {
+        "s32s": (4, "int32[]"),
+        "s64s": (5, "int64[]"),
+        "u32s": (6, "uint32[]"),
+        "u64s": (7, "uint64[]"),
+    },
     "Metadata": {
         "op_name": (2, "string"),
         "source_file": (3, "string"),

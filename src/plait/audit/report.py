@@ -52,8 +52,9 @@ class Collective:
       traffic_bytes: what a device sends by the best known algorithm: all of a permute's operand,
         (n-1)/n of `bytes` for an all-gather, reduce-scatter or all-to-all, twice that for an
         all-reduce.
-      participants: the devices of one group.
-      stage: the serial stage of communication, from 1; 0 where nothing leaves a device.
+      participants: the devices of one group; of a permute, all that send or receive.
+      stage: the serial stage of communication, from 1; 0 where nothing leaves a device. In a loop,
+        that of the first turn.
       executions: how often it runs.
       source: "file:line" of the call that made it.
     """
@@ -80,6 +81,8 @@ class Report:
       topology: the name of what it was compiled for.
       operations: every instruction that the program runs.
       collectives: those that communicate, in the order of the schedule.
+      stages: serial stages of communication, those of every turn of a loop: the longest chain of
+        collectives of which each needs what the last one brought.
       hbm_bytes: bytes read and written: the compiler's own count where it gives one, which counts
         what a permute sends twice, else `counted_bytes`.
       counted_bytes: the same by plait's reading of the instructions, each operand read and each
@@ -96,6 +99,7 @@ class Report:
     topology: str
     operations: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
+    stages: int
     hbm_bytes: int
     counted_bytes: int
     argument_bytes: int
@@ -110,11 +114,6 @@ class Report:
     def counts(self) -> dict[str, int]:
         """How often each kind of operation stands in the program; collectives included."""
         return dict(collections.Counter(operation.kind for operation in self.operations))
-
-    @property
-    def stages(self) -> int:
-        """Serial stages of communication: the longest chain of collectives."""
-        return max((c.stage for c in self.collectives), default=0)
 
     @property
     def traffic_bytes(self) -> int:
@@ -196,7 +195,7 @@ class Report:
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["operations"] = self.counts
         plain["collectives"] = [dataclasses.asdict(c) for c in self.collectives]
-        for name in ("stages", "traffic_bytes", "floor_bytes", "hbm_ratio", "estimated_seconds"):
+        for name in ("traffic_bytes", "floor_bytes", "hbm_ratio", "estimated_seconds"):
             plain[name] = getattr(self, name)
         return plain
 
@@ -250,7 +249,7 @@ def read_module(
 
     `memory` is what `memory_analysis()` of a compiled function gives.
     """
-    stages = module.stages()
+    stages, last_stage = module.stages
     operations, collectives = [], []
     counted = cycles = 0
     for execution in module.executions():
@@ -278,6 +277,7 @@ def read_module(
         topology=topology,
         operations=tuple(operations),
         collectives=tuple(collectives),
+        stages=last_stage,
         hbm_bytes=counted if compiler_bytes is None else int(compiler_bytes),
         counted_bytes=counted,
         argument_bytes=memory.argument_size_in_bytes if memory else 0,

@@ -1,0 +1,318 @@
+# ruff: noqa: E501
+"""Programs written by hand, and two that a compiler wrote, against what was counted by hand."""
+
+import gzip
+import importlib
+import pathlib
+import re
+
+import pytest
+
+from plait.audit import RequirementError
+from plait.audit.hlo import Module
+from plait.audit.report import read_module
+
+pytest.importorskip("google.protobuf")
+
+RECORDED = sorted((pathlib.Path(__file__).parent / "recorded").glob("*.hlo.pb.gz"))
+
+
+def parser_of_xla():
+    """XLA's own parser of program texts, which jaxlib has under another name in each release."""
+    for name in ("jaxlib._hlo", "jaxlib._jax"):
+        if importlib.util.find_spec(name):
+            module = importlib.import_module(name)
+            if hasattr(module, "hlo_module_from_text"):
+                return module.hlo_module_from_text
+    raise AssertionError("this jaxlib has no parser of program texts")
+
+
+def module(text):
+    return Module(parser_of_xla()(text).as_serialized_hlo_module_proto())
+
+
+def report(text):
+    return read_module(module(text), topology="by hand")
+
+
+TWO_PERMUTES = """
+HloModule two, num_partitions=4, entry_computation_layout={(bf16[8,128])->bf16[8,128]}
+
+ENTRY main {
+  x = bf16[8,128] parameter(0)
+  low = bf16[4,128] slice(x), slice={[0:4], [0:128]}
+  high = bf16[4,128] slice(x), slice={[4:8], [0:128]}
+  first = (bf16[4,128], bf16[4,128], u32[], u32[]) collective-permute-start(low), source_target_pairs={{0,0},{1,3},{2,1},{3,2}}
+  second = (bf16[4,128], bf16[4,128], u32[], u32[]) collective-permute-start(high), source_target_pairs={{0,3},{3,0}}
+  one = bf16[4,128] collective-permute-done(first)
+  two = bf16[4,128] collective-permute-done(second)
+  ROOT out = bf16[8,128] concatenate(one, two), dimensions={0}
+}
+"""
+
+
+def test_concurrent_permutes_stand_in_one_stage():
+    found = report(TWO_PERMUTES)
+    assert [
+        (c.kind, c.bytes, c.traffic_bytes, c.participants, c.stage) for c in found.collectives
+    ] == [
+        ("collective-permute", 1024, 1024, 4, 1),
+        ("collective-permute", 1024, 1024, 2, 1),
+    ]
+    assert found.stages == 1
+    assert found.traffic_bytes == 2048
+    # Slices 2 x 1024 read and written, permutes 2 x 1024, and the concatenation 2048: each twice.
+    assert found.counted_bytes == 2 * (2048 + 2048 + 2048)
+    assert found.counts["collective-permute"] == 2
+    assert "collective-permute-done" not in found.counts
+
+
+def test_a_permute_that_needs_another_stands_in_the_next_stage():
+    chained = TWO_PERMUTES.replace(
+        "collective-permute-start(high)", "collective-permute-start(one)"
+    )
+    # The second starts with what the first one brought, so that it has to stand behind it.
+    lines = chained.splitlines()
+    done = next(i for i, line in enumerate(lines) if " one = " in line)
+    start = next(i for i, line in enumerate(lines) if " second = " in line)
+    lines.insert(start, lines.pop(done))
+    found = report("\n".join(lines))
+    assert [c.stage for c in found.collectives] == [1, 2]
+    assert found.stages == 2
+
+
+def test_a_permute_of_every_device_to_itself_sends_nothing():
+    text = TWO_PERMUTES.replace("{{0,3},{3,0}}", "{{0,0},{1,1},{2,2},{3,3}}")
+    found = report(text)
+    assert [(c.traffic_bytes, c.stage) for c in found.collectives] == [(1024, 1), (0, 0)]
+
+
+LOOP = """
+HloModule loop, num_partitions=2
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT sum = f32[] add(a, b)
+}
+
+body {
+  state = (s32[], f32[16]) parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  x = f32[16] get-tuple-element(state), index=1
+  one = s32[] constant(1)
+  next = s32[] add(i, one)
+  summed = f32[16] all-reduce(x), replica_groups={{0,1}}, to_apply=add
+  moved = f32[16] collective-permute(summed), source_target_pairs={{0,1},{1,0}}
+  ROOT out = (s32[], f32[16]) tuple(next, moved)
+}
+
+test {
+  state = (s32[], f32[16]) parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  last = s32[] constant(7)
+  ROOT more = pred[] compare(i, last), direction=LT
+}
+
+ENTRY main {
+  x = f32[16] parameter(0)
+  start = s32[] constant(2)
+  state = (s32[], f32[16]) tuple(start, x)
+  loop = (s32[], f32[16]) while(state), condition=test, body=body
+  y = f32[16] get-tuple-element(loop), index=1
+  ROOT gathered = f32[32] all-gather(y), replica_groups={{0,1}}, dimensions={0}
+}
+"""
+
+
+def test_a_loop_counts_every_turn():
+    found = report(LOOP)
+    assert [(c.kind, c.bytes, c.stage, c.executions) for c in found.collectives] == [
+        ("all-reduce", 64, 1, 5),
+        ("collective-permute", 64, 2, 5),
+        ("all-gather", 128, 11, 1),
+    ]
+    assert found.stages == 11
+    # An all-reduce sends its 64 bytes there and back, half of them; a permute all; a gather half.
+    assert [c.traffic_bytes for c in found.collectives] == [64, 64, 64]
+    assert found.traffic_bytes == 5 * (64 + 64) + 64
+    # A turn: add 4+4+4, all-reduce 64+64, permute 64+64, compare 4+4+1. The gather 64+128.
+    assert found.counted_bytes == 5 * (12 + 128 + 128 + 9) + 192
+    assert found.counts["while"] == 1
+    assert found.counts["add"] == 1  # the sum of the all-reduce is no operation of its own
+
+
+def test_the_compiler_may_say_how_often_a_loop_runs():
+    config = """, backend_config={"known_trip_count":{"n":"3"}}"""
+    found = report(LOOP.replace("body=body", "body=body" + config))
+    assert [c.executions for c in found.collectives] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("direction=LT", "direction=NE"),
+        ("one = s32[] constant(1)", "one = s32[] constant(2)"),
+        ("next = s32[] add(i, one)", "next = s32[] multiply(i, one)"),
+    ],
+)
+def test_a_loop_of_unknown_length_counts_once(old, new):
+    found = report(LOOP.replace(old, new))
+    assert [c.executions for c in found.collectives] == [1, 1, 1]
+    assert found.stages == 3
+
+
+FUSIONS = """
+HloModule fusions
+
+pick {
+  whole = f32[1024,4] parameter(0)
+  rows = s32[8,1] parameter(1)
+  at = s32[] parameter(2)
+  zero = s32[] constant(0)
+  part = f32[16,4] dynamic-slice(whole, at, zero), dynamic_slice_sizes={16,4}
+  few = f32[8,4] gather(whole, rows), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,4}
+  ROOT both = (f32[16,4], f32[8,4]) tuple(part, few)
+}
+
+place {
+  whole = f32[1024,4] parameter(0)
+  part = f32[16,4] parameter(1)
+  at = s32[] parameter(2)
+  zero = s32[] constant(0)
+  twice = f32[16,4] add(part, part)
+  ROOT placed = f32[1024,4] dynamic-update-slice(whole, twice, at, zero)
+}
+
+ENTRY main {
+  whole = f32[1024,4] parameter(0)
+  rows = s32[8,1] parameter(1)
+  at = s32[] parameter(2)
+  picked = (f32[16,4], f32[8,4]) fusion(whole, rows, at), kind=kLoop, calls=pick
+  part = f32[16,4] get-tuple-element(picked), index=0
+  ROOT placed = f32[1024,4] fusion(whole, part, at), kind=kLoop, calls=place
+}
+"""
+
+
+def test_a_fusion_reads_of_an_operand_what_it_slices_and_writes_what_it_updates():
+    found = report(FUSIONS)
+    picked = 2 * (256 + 128) + 32 + 4  # the slices read and written, the rows and the place read
+    placed = 256 + 256 + 4  # the part read, the same part of the whole written, the place read
+    assert found.counted_bytes == picked + placed
+    assert found.counts["gather"] == found.counts["dynamic-slice"] == 1
+    assert found.counts["fusion"] == 2
+
+
+OTHERS = """
+HloModule others, num_partitions=8
+
+sum {
+  a = s32[] parameter(0)
+  b = s32[] parameter(1)
+  ROOT c = s32[] add(a, b)
+}
+less {
+  a = s32[] parameter(0)
+  b = s32[] parameter(1)
+  ROOT c = pred[] compare(a, b), direction=LT
+}
+
+left {
+  x = s32[64] parameter(0)
+  ROOT y = s32[64] sort(x), dimensions={0}, to_apply=less
+}
+
+right {
+  x = s32[64] parameter(0)
+  ROOT y = s32[64] copy(x)
+}
+
+ENTRY main {
+  p = pred[] parameter(0)
+  x = s32[64] parameter(1)
+  chosen = s32[64] conditional(p, x, x), true_computation=left, false_computation=right
+  square = s32[8,8] bitcast(chosen)
+  turned = s32[8,8] transpose(square), dimensions={1,0}
+  flat = s32[64] bitcast(turned)
+  begun = (s32[64], s32[64], u32[]) copy-start(flat)
+  ended = s32[64] copy-done(begun)
+  called = s32[64] custom-call(ended), custom_call_target="theirs"
+  dealt = s32[64] all-to-all(called), replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT kept = s32[16] reduce-scatter(dealt), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=sum
+}
+"""
+
+
+def test_every_kind_is_counted_once_wherever_it_stands():
+    found = report(OTHERS)
+    wanted = {"sort": 1, "copy": 2, "transpose": 1, "custom-call": 1, "conditional": 1}
+    assert {kind: found.counts[kind] for kind in wanted} == wanted
+    shown = [(c.kind, c.bytes, c.traffic_bytes, c.participants, c.stage) for c in found.collectives]
+    assert shown == [("all-to-all", 256, 192, 4, 1), ("reduce-scatter", 256, 192, 4, 2)]
+    # sort, copy, transpose, copy-start, custom-call and all-to-all each move 256 bytes twice.
+    assert found.counted_bytes == 6 * 512 + 256 + 64
+
+
+def test_requirements_that_hold_give_the_report():
+    found = report(OTHERS)
+    asked = found.require(
+        gathers=0,
+        whiles=0,
+        sorts=1,
+        copies=2,
+        transposes=1,
+        custom_calls=1,
+        collectives=2,
+        stages=2,
+    )
+    assert asked is found
+
+
+def test_requirements_that_fail_name_the_instructions():
+    with pytest.raises(RequirementError) as caught:
+        report(OTHERS).require(sorts=0, stages=1, collectives=2, traffic_bytes_at_most=300)
+    message = str(caught.value)
+    assert "sorts is 1; 0 is asked\n  sort y" in message
+    assert "stages is 2; 1 is asked" in message
+    assert "traffic_bytes is 384; at most 300 is asked" in message
+    assert "reduce-scatter kept" in message
+    assert "collectives is" not in message
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
+def test_a_recorded_tpu_program_reads_as_by_hand(path):
+    """Three turns of reorder and restore by two ranks' permutes each, and a sum over the mesh.
+
+    Compiled for v5p:2x2x2 from bf16[2,64,128] over {"data": 2, "context": 4}: a shard is
+    bf16[1,16,128], 4096 bytes, of which a permute carries half. Lines 9 and 12 of step.py make
+    the moves and the sum.
+    """
+    text = gzip.decompress(path.read_bytes())
+    program = Module(text)
+    found = read_module(program, topology="v5p:2x2x2")
+    permute = ("collective-permute", 2048, 8, 3)
+    shown = [(c.kind, c.bytes, c.participants, c.executions) for c in found.collectives]
+    assert shown == [permute] * 4 + [("all-reduce", 2, 8, 1)]
+    made = {i.kind: i.frames for i in program.stages[0]}
+    assert ("step.py", 9) in made["collective-permute"]
+    assert made["all-reduce"][0] == ("step.py", 12)
+    assert [c.stage for c in found.collectives] == [1, 1, 2, 2, 1]
+    assert found.stages == 6
+    assert found.counts["while"] == 1
+    assert "gather" not in found.counts
+    cycles = [int(n) for n in re.findall(rb'"estimated_cycles":"(\d+)"', text)]
+    assert sum(cycles) < found.estimated_cycles < 3 * sum(cycles)
+
+
+def test_the_source_of_an_instruction_is_the_users_line():
+    jax = pytest.importorskip("jax")
+    from plait import Zigzag, audit, reorder
+
+    def step(x):
+        return reorder(x, Zigzag(2), axis=0) + jax.numpy.take(x, jax.numpy.array([1, 0, 3, 2]))
+
+    here = step.__code__.co_firstlineno + 1
+    found = audit.compile_for("cpu", step, jax.ShapeDtypeStruct((4,), "float32"))
+    made = {o.source for o in found.operations if o.kind in ("gather", "concatenate", "slice")}
+    assert made == {f"{__file__}:{here}"}
