@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import peers
 from plait import Blockwise, Causal, ContextParallel, Zigzag
 
 QUERY_SPEC = P("data", "tensor", "context", None)
@@ -33,17 +34,12 @@ Attend = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 def strided(x: Array, ranks: int, axis: int) -> Array:
     """Source order from zigzag by strided slices, the form of MaxText's `reorder_sequence`."""
-    chunked = x.reshape(*x.shape[:axis], ranks, 2, -1, *x.shape[axis + 1 :])
-    early = jax.lax.index_in_dim(chunked, 0, axis + 1, keepdims=False)
-    late = jax.lax.index_in_dim(chunked, 1, axis + 1, keepdims=False)
-    return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
+    return peers.strided(x, ranks, axis, True)
 
 
 def take(x: Array, ranks: int, axis: int) -> Array:
     """Source order from zigzag by a gather, the form of older versions of MaxText."""
-    chunked = x.reshape(*x.shape[:axis], 2 * ranks, -1, *x.shape[axis + 1 :])
-    order = jnp.array([*range(0, 2 * ranks, 2), *range(2 * ranks - 1, 0, -2)])
-    return jnp.take(chunked, order, axis=axis).reshape(x.shape)
+    return peers.take_chunks(x, ranks, axis, True)
 
 
 def blockwise(q: Array, k: Array, v: Array, positions: Array, q_ids: Array, k_ids: Array) -> Array:

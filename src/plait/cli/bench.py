@@ -1,0 +1,58 @@
+"""`plait bench`: the comparisons in benchmarks/, which stand in the repository beside the package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pathlib
+import sys
+from typing import Any
+
+import plait
+from plait.cli.arguments import UserError
+
+# Name of the module in benchmarks/ -> what it compares. Each has `add_arguments` and `run`.
+_BENCHMARKS = {
+    "reorder": "Moves between source order and zigzag: plait beside what the field runs.",
+    "step": "One attention layer's step at 128K, and the share that the reorder takes of it.",
+}
+
+
+def add_command(commands: Any) -> None:
+    """Add `bench` and its benchmarks to the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="compare plait with other forms, side by side in one run",
+        description="Run a comparison from benchmarks/ of a checkout of plait.",
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    folder = _folder()
+    for name, summary in _BENCHMARKS.items():
+        benchmark = benchmarks.add_parser(name, help=summary, description=summary)
+        if folder is None:
+            benchmark.set_defaults(run=_refuse)
+            benchmark.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+            continue
+        module = _module(folder, name)
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(run=module.run)
+
+
+def _folder() -> pathlib.Path | None:
+    """benchmarks/ beside the package's source, or in the current directory."""
+    for root in (pathlib.Path(plait.__file__).parents[2], pathlib.Path.cwd()):
+        if (root / "benchmarks" / "peers.py").exists():
+            return root / "benchmarks"
+    return None
+
+
+def _module(folder: pathlib.Path, name: str) -> Any:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module(f"bench_{name}")
+
+
+def _refuse(_: argparse.Namespace) -> int:
+    raise UserError(
+        "bench: benchmarks/ is not installed with plait; run it in a checkout of the repository"
+    )
