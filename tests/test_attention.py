@@ -3,15 +3,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from errors import refused
-from hlo import collectives, operations, text
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layout import layouts
 
+import oracle
 import plait
+from errors import refused
+from hlo import collectives, operations, text
 from plait import (
     Blockwise,
     Causal,
@@ -23,6 +22,7 @@ from plait import (
     Striped,
     Zigzag,
 )
+from test_layout import layouts
 
 SMALL = Blockwise(q_block=32, k_block=32)
 

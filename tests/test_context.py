@@ -4,11 +4,11 @@ import pickle
 import jax
 import numpy as np
 import pytest
-from errors import refused
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import plait
+from errors import refused
 from plait import ContextParallel, Contiguous, HalfSwap, Striped, Zigzag
 
 

@@ -5,21 +5,21 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from errors import refused
-from hlo import collectives, sequential, text
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layout import layouts
-from test_permute import DTYPES, sample
 
+import oracle
 import plait
+from errors import refused
+from hlo import collectives, sequential, text
 from plait import ContextParallel, Contiguous, HalfSwap, Placed, Striped, Zigzag
 from plait.exchange import matchings
 from plait.permute import Relayout
+from test_layout import layouts
+from test_permute import DTYPES, sample
 
 PLACED = Placed((0, 1, 1, 0, 1, 0, 2, 2, 3, 3, 2, 3))
 """Three chunks a rank in no order that a closed form would give."""

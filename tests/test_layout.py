@@ -3,12 +3,12 @@ import json
 import pickle
 
 import numpy as np
-import oracle
 import pytest
-from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
+from errors import refused
 from plait import Contiguous, HalfSwap, Layout, Placed, Striped, Zigzag
 
 

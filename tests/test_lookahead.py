@@ -3,18 +3,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from errors import refused
-from hlo import collectives, sequential, text
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layout import layouts
 
+import oracle
 import plait
+from errors import refused
+from hlo import collectives, sequential, text
 from plait import ContextParallel, Contiguous, HalfSwap, Placed, Striped, Zigzag
+from test_layout import layouts
 
 
 def packed(rng, batch, length):

@@ -1,13 +1,13 @@
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_layout import layouts
 
+import oracle
 import plait
 from plait import Causal, Contiguous, Full, HalfSwap, Placed, Zigzag
 from plait.mask import BlockBounds, block_map
+from test_layout import layouts
 
 MASKS = [Causal(), Full()]
 

@@ -2,15 +2,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
-from hlo import collectives, sequential, text
 from hypothesis import given
 from hypothesis import strategies as st
-from test_layout import layouts
 
+import oracle
 import plait
+from hlo import collectives, sequential, text
 from plait import Contiguous, HalfSwap, Placed, Striped, Zigzag
+from test_layout import layouts
 
 DTYPES = [
     *("int32", "uint8", "int8", "float32", "bool", "complex64", "uint32", "int16"),

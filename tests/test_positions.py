@@ -1,15 +1,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_layout import layouts
 
+import oracle
 import plait
 from plait import ContextParallel, Placed, Zigzag
 from plait.positions import positions_of_slots, slots_of_positions
+from test_layout import layouts
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

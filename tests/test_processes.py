@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+
 from two_processes import training_step
 
 

@@ -2,13 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import collectives, text
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layout import layouts
 
 import plait
+from hlo import collectives, text
 from plait import ContextParallel, Striped, Zigzag
+from test_layout import layouts
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

@@ -10,10 +10,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import oracle
 from plait import Blockwise, ContextParallel, HalfSwap, Placed, Striped, Zigzag
 
 LAYOUTS = [Zigzag(8), HalfSwap(8), Striped(8), Placed(np.tile([3, 1, 2, 0, 7, 6, 5, 4], 3))]

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
-from errors import refused
-from hlo import collectives, sequential, text
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import oracle
 import plait
+from errors import refused
+from hlo import collectives, sequential, text
 from plait import ContextParallel, Striped, Zigzag
 from plait.integrations import maxtext
 from plait.integrations.maxtext import (

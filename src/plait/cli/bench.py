@@ -1,4 +1,4 @@
-"""`plait bench`: the comparisons in benchmarks/, which stand in the repository beside the package."""
+"""`plait bench`: the comparisons in benchmarks/, which a checkout has beside the package."""
 
 from __future__ import annotations
 
