@@ -236,6 +236,10 @@ def _read_of(parameter: Instruction) -> int:
             read += user.result_bytes
         elif user.opcode == "dynamic-update-slice" and user.operands[0] is parameter:
             pass  # updated in place
+        elif user.opcode == "fusion":  # fusions nest, and a slice may stand in the inner one
+            inner = [i for i in user.called[0].instructions if i.opcode == "parameter"]
+            places = [n for n, operand in enumerate(user.operands) if operand is parameter]
+            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)
         else:
             return parameter.result_bytes
     return min(read, parameter.result_bytes)
@@ -262,7 +266,7 @@ class Computation:
 
 def _turns(instruction: Instruction) -> int:
     known = instruction.trip_count if instruction.opcode == "while" else 1
-    return 1 if known is None else known
+    return instruction.module.unknown_turns if known is None else known
 
 
 @dataclasses.dataclass(eq=False)
@@ -281,10 +285,12 @@ class Module:
     Args:
       serialized: a serialized `HloModuleProto`, as `hlo_modules()` of a compiled function's
         `runtime_executable()` gives it.
+      unknown_turns: how often a loop is taken to run whose length is data.
     """
 
-    def __init__(self, serialized: bytes):
+    def __init__(self, serialized: bytes, unknown_turns: int = 1):
         message = proto.parse(serialized)
+        self.unknown_turns = unknown_turns
         self.name: str = message.name
         self._index = message.stack_frame_index
         self.by_id: dict[int, Computation] = {}
@@ -315,7 +321,7 @@ class Module:
     def executions(self) -> Iterator[Execution]:
         """Every instruction that runs, those of fusions, loops and branches included.
 
-        A loop of unknown length counts as one turn; of a conditional, every branch counts.
+        A loop of unknown length has `unknown_turns`; of a conditional, every branch counts.
         """
         yield from self._executions(self.entry, 1, fused=False)
 
