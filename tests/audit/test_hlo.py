@@ -148,6 +148,12 @@ def test_the_compiler_may_say_how_often_a_loop_runs():
     assert [c.executions for c in found.collectives] == [3, 3, 1]
 
 
+def test_copies_do_not_hide_the_counter_of_a_loop():
+    counted = LOOP.replace("next = s32[] add(i, one)", "j = s32[] copy(i)\n  next = s32[] add(j, one)")
+    assert counted != LOOP
+    assert [c.executions for c in report(counted).collectives] == [5, 5, 1]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -186,10 +186,15 @@ class Instruction:
         return "made by the compiler"
 
 
-def _integer(instruction: Instruction) -> int | None:
-    """The value of a constant integer, also behind a copy."""
+def _behind_copies(instruction: Instruction) -> Instruction:
     while instruction.kind in ("bitcast", "copy"):
         instruction = instruction.operands[0]
+    return instruction
+
+
+def _integer(instruction: Instruction) -> int | None:
+    """The value of a constant integer, also behind a copy."""
+    instruction = _behind_copies(instruction)
     literal = instruction.message.literal
     values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
     return values[0] if instruction.opcode == "constant" and len(values) == 1 else None
@@ -207,15 +212,17 @@ def _counted_turns(loop: Instruction) -> int | None:
     test, step = bodies[False].root, bodies[True].root
     if test.opcode != "compare" or test.message.comparison_direction != "LT":
         return None
-    counter, bound = test.operands
+    counter, bound = map(_behind_copies, test.operands)
     if counter.opcode != "get-tuple-element":
         return None
     index = counter.message.tuple_index
-    last, first, added = _integer(bound), _integer(start.operands[index]), step.operands[index]
+    last, first = _integer(bound), _integer(start.operands[index])
+    added = _behind_copies(step.operands[index])
     if last is None or first is None or added.opcode != "add":
         return None
-    takes = [o for o in added.operands if o.opcode == "get-tuple-element"]
-    steps = [_integer(o) for o in added.operands if o not in takes]
+    terms = [_behind_copies(o) for o in added.operands]
+    takes = [o for o in terms if o.opcode == "get-tuple-element"]
+    steps = [_integer(o) for o in terms if o not in takes]
     counts_up = steps == [1] and [o.message.tuple_index for o in takes] == [index]
     return max(0, last - first) if counts_up else None
 
