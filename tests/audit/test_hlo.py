@@ -217,6 +217,18 @@ def test_a_fusion_reads_of_an_operand_what_it_slices_and_writes_what_it_updates(
     assert found.counts["fusion"] == 2
 
 
+def test_a_buffer_that_is_set_aside_moves_nothing():
+    text = """
+HloModule aside
+
+ENTRY main {
+  ROOT buffer = f32[64] custom-call(), custom_call_target="AllocateBuffer"
+}
+"""
+    assert report(text).counted_bytes == 0
+    assert report(text.replace("AllocateBuffer", "Other")).counted_bytes == 256
+
+
 def test_a_fusion_in_a_fusion_reads_what_it_slices():
     """An outer fusion that hands its operands on to `pick`, as the TPU compiler nests them."""
     outer = """

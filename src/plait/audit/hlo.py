@@ -35,6 +35,7 @@ _FREE = {
     "replica-id",
     "tuple",
 }
+_FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound"}  # the TPU compiler's notes to itself
 _CALLERS = {"call", "conditional", "while", "async-start", "async-update", "async-done"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
@@ -157,6 +158,8 @@ class Instruction:
     def accessed_bytes(self) -> int:
         """Bytes that one execution reads and writes, without those of the loops it calls."""
         if self.opcode in _FREE or self.is_second_half or self.opcode in _CALLERS:
+            return 0
+        if self.opcode == "custom-call" and self.message.custom_call_target in _FREE_CALLS:
             return 0
         if self.opcode == "fusion":
             return _fusion_bytes(self, self.called[0])
