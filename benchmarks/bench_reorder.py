@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import sys
 import time
@@ -185,9 +187,11 @@ def cases(full: bool) -> Iterator[Case]:
     for tensor in TENSORS:
         for direction in DIRECTIONS:
             for backward in both:
-                for form in (*SHARDED, "plait half swap"):
+                # The other gathers are to the backward what `take` is; half of the compiling.
+                forms = QUICK if backward and not full else (*SHARDED,)
+                for form in (*forms, "plait half swap"):
                     yield Case("sharded", form, direction, backward, tensor, **at)
-                for form in LOCAL:
+                for form in forms:
                     yield Case("local", form, direction, backward, tensor, **at)
         for backward in both:
             for form in ("no reorder", "take", "strided", "plait"):
@@ -321,17 +325,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=16 * K, help="tokens that are timed")
     parser.add_argument("--repeats", type=int, default=15, help="timings of each program")
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    parser.add_argument(
+        "--from", dest="earlier", type=pathlib.Path, help="take figures from this file, run nothing"
+    )
     parser.add_argument("--docs", action="store_true", help="rewrite the tables of docs/")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every form, compare them, print, and write what was asked for."""
+    if arguments.earlier:
+        results = json.loads(arguments.earlier.read_text())
+    else:
+        results = _measure(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.docs:
+        pages.rewrite(pages.DOCS / "performance.md", "bench reorder", page(results))
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for form in (*peers.PEERS.values(), peers.plait_local):
         peers.check(form)
     both = arguments.static == arguments.timed
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
+        "libtpu": _version("libtpu"),
+        "cores": os.cpu_count(),
         "static": [],
         "timed": [],
     }
@@ -347,11 +368,14 @@ def run(arguments: argparse.Namespace) -> int:
                 results["timed"].append(_show_time(row))
         for row in time_host(arguments.repeats):
             results["timed"].append(_show_time(row))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.docs:
-        pages.rewrite(pages.DOCS / "performance.md", "bench reorder", page(results))
-    return 0
+    return results
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _show(row: dict[str, Any]) -> dict[str, Any]:
@@ -382,7 +406,127 @@ def _show_time(row: dict[str, Any]) -> dict[str, Any]:
 
 def page(results: dict[str, Any]) -> str:
     """The tables of docs/performance.md."""
-    raise NotImplementedError
+    parts = [_static_page(results), _timed_page(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _static_page(results: dict[str, Any]) -> str:
+    rows = results["static"]
+    if not rows:
+        return ""
+    at_home = [r for r in rows if (r["topology"], r["ranks"], r["length"]) == (V5P, 128, 128 * K)]
+    elsewhere = [r for r in rows if r not in at_home]
+    forms = {"sharded": [*SHARDED, "plait half swap"], "local": [*LOCAL]}
+    gathers = ["no reorder", "take", "strided", "plait"]
+    text = [
+        f"Compiled on {results['date']} with jax {results['jax']}, libtpu {results['libtpu']}: the "
+        "compilers' static figures, not clocks.",
+        "### Sharded, v5p:4x4x8, 128 ranks, 128K tokens",
+        "Bytes of HBM in shards (to read and write a shard once is 2); in brackets collectives in "
+        "serial stages. The larger of reorder and restore, forward and backward.",
+        _table(_of(at_home, "sharded"), "tensor", forms["sharded"], _bytes_and_stages),
+        "Temporary memory, in shards:",
+        _table(_of(at_home, "sharded"), "tensor", forms["sharded"], _temp),
+        "### Local, one chip of v5p, 128 ranks, 128K tokens",
+        "Bytes of HBM in tensors (to read and write it once is 2) and, after the comma, temporary "
+        "memory. The larger of reorder and restore, forward and backward.",
+        _table(_of(at_home, "local"), "tensor", forms["local"], _bytes_and_temp),
+        "Compile time in seconds on the machine that wrote this page, the longest of the four:",
+        _table(_of(at_home, "local"), "tensor", forms["local"], _compile_time),
+        "### All-gather and restore inside `shard_map`, v5p:4x4x8, 128 ranks, 128K tokens",
+        "Bytes of HBM in whole tensors, forward and then backward. `no reorder` is the plain "
+        "all-gather, in layout order.",
+        _table(_of(at_home, "gather"), "tensor", gathers, _both_ways),
+    ]
+    for chip in dict.fromkeys(r["topology"].partition(":")[0] for r in elsewhere):
+        of_chip = [r for r in elsewhere if r["topology"].startswith(f"{chip}:")]
+        for row in of_chip:
+            row["size"] = f"{row['tensor']}, {row['ranks']} ranks, {row['length'] // K}K"
+        text += [
+            f"### {chip}, other sizes",
+            "Sharded: bytes in shards, collectives in stages, the larger of both directions."
+            + (
+                " Bytes are counted from the program, as this compiler gives none."
+                * (chip[0] == "h")
+            ),
+            _table(_of(of_chip, "sharded"), "size", [*QUICK], _bytes_and_stages),
+            "All-gather and restore: bytes in whole tensors, forward.",
+            _table(_of(of_chip, "gather"), "size", gathers, _both_ways),
+        ]
+    return "\n\n".join(text)
+
+
+Rows = list[dict[str, Any]]
+
+
+def _of(rows: Rows, place: str) -> Rows:
+    return [row for row in rows if row["place"] == place]
+
+
+def _table(rows: Rows, by: str, forms: list[str], cell: Callable[[Rows], str]) -> str:
+    """A Markdown table: a line for each value of `by`, a column for each form."""
+    lines = [["", *forms], ["---"] * (len(forms) + 1)]
+    for label in dict.fromkeys(row[by] for row in rows):
+        found = [[r for r in rows if r[by] == label and r["form"] == form] for form in forms]
+        lines.append([label, *(cell(r) if r else "" for r in found)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _bytes_and_stages(rows: Rows) -> str:
+    worst = max(rows, key=lambda row: row["hbm_units"])
+    count = sum(worst["collectives"].values())
+    return f"{_number(worst['hbm_units'])} ({count} in {worst['stages']})"
+
+
+def _temp(rows: Rows) -> str:
+    return _number(max(row["temp_units"] for row in rows))
+
+
+def _bytes_and_temp(rows: Rows) -> str:
+    return f"{_number(max(row['hbm_units'] for row in rows))}, {_temp(rows)}"
+
+
+def _compile_time(rows: Rows) -> str:
+    return f"{max(row['compile_seconds'] for row in rows):.1f}"
+
+
+def _both_ways(rows: Rows) -> str:
+    return ", ".join(_number(row["hbm_units"]) for row in sorted(rows, key=lambda r: r["backward"]))
+
+
+def _timed_page(results: dict[str, Any]) -> str:
+    rows = results["timed"]
+    if not rows:
+        return ""
+    text = [
+        "### By the clock",
+        f"Timed on {results['device']} ({results['cores']} cores), medians as ratios to a plain "
+        "copy of the same bytes, taken by turns in the same run, with the quartiles. Forward, the "
+        "larger median of reorder and restore; the programs of the derivative are the same moves.",
+    ]
+    for place in ("local", "sharded"):
+        moves = [row for row in _of(rows, place) if not row["backward"]]
+        if moves:
+            count = f" over {moves[0]['ranks']} devices" if place == "sharded" else ""
+            text += [
+                f"{place.capitalize()}{count}, zigzag over {moves[0]['ranks']} ranks, "
+                f"{moves[0]['length'] // K}K tokens:",
+                _table(moves, "tensor", [*SHARDED], _ratio),
+            ]
+    hosts = _of(rows, "host")
+    for row in hosts:
+        row["size"] = f"{row['tensor']}, 128 ranks, {row['length'] // K}K"
+    text += ["On the host, NumPy:", _table(hosts, "size", ["plait", "numpy take"], _ratio)]
+    return "\n\n".join(text)
+
+
+def _ratio(rows: Rows) -> str:
+    worst = max((row["ratio"] for row in rows), key=lambda ratio: ratio["median"])
+    return f"{worst['median']:.2f} ({worst['low']:.2f} to {worst['high']:.2f})"
 
 
 if __name__ == "__main__":
