@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from plait import block_copy
 from plait.layout import Layout
 
 MOST_PIECES = 1024
@@ -71,6 +72,36 @@ def _lower_cpu(x: jax.Array, *, bijection: Bijection, axis: int) -> jax.Array:
     return bijection.apply(x, axis)
 
 
+def _lower_tpu(ctx: Any, x: Any, *, bijection: Bijection, axis: int) -> Any:
+    """One copy where Pallas may stand and has blocks for the array, else as anywhere."""
+    lower: Callable[..., jax.Array] = _lower
+    if isinstance(bijection, Relayout) and _is_unpartitioned(ctx.module_context.axis_context):
+        (aval,) = ctx.avals_in
+        chunk_length = aval.shape[axis] // bijection.chunks
+        planned = block_copy.plan(aval.shape, axis, aval.dtype, chunk_length)
+        if planned is not None:
+            lower = functools.partial(_lower_block_copy, planned=planned)
+    lowered = mlir.lower_fun(lower, multiple_results=False)
+    return lowered(ctx, x, bijection=bijection, axis=axis)
+
+
+def _lower_block_copy(
+    x: jax.Array, *, bijection: Relayout, axis: int, planned: block_copy.Plan
+) -> jax.Array:
+    return block_copy.copy_blocks(x, bijection.sources, planned)
+
+
+def _is_unpartitioned(axis_context: Any) -> bool:
+    """Whether the program is lowered for one device, or stands where every axis is manual.
+
+    Only there does XLA not partition it, which a Pallas kernel could not bear.
+    """
+    manual = getattr(axis_context, "manual_axes", None)
+    if manual is not None:
+        return frozenset(manual) == frozenset(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", None) == 1
+
+
 _compiled = jax.jit(_bijection_p.bind, static_argnames=("bijection", "axis"))
 
 
@@ -84,6 +115,7 @@ _bijection_p.def_abstract_eval(lambda x, **_: x)
 _bijection_p.def_impl(_evaluate)
 mlir.register_lowering(_bijection_p, mlir.lower_fun(_lower, multiple_results=False))
 mlir.register_lowering(_bijection_p, mlir.lower_fun(_lower_cpu, multiple_results=False), "cpu")
+mlir.register_lowering(_bijection_p, _lower_tpu, "tpu")
 ad.deflinear2(_bijection_p, _transpose)
 batching.primitive_batchers[_bijection_p] = _batch
 

@@ -295,6 +295,38 @@ def test_every_kind_is_counted_once_wherever_it_stands():
     assert found.counted_bytes == 6 * 512 + 256 + 64
 
 
+OFFLOADED = """
+HloModule offloaded
+
+inner {
+  x = f32[64,4] parameter(0)
+  rows = s32[8,1] parameter(1)
+  ROOT few = f32[8,4] gather(x, rows), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,4}
+}
+
+outer {
+  x = f32[64,4] parameter(0)
+  rows = s32[8,1] parameter(1)
+  ROOT few = f32[8,4] custom-call(x, rows), custom_call_target="core", called_computations={inner}
+}
+
+ENTRY main {
+  x = f32[64,4] parameter(0)
+  rows = s32[8,1] parameter(1)
+  begun = ((f32[64,4], s32[8,1]), f32[8,4], u32[]) async-start(x, rows), calls=outer
+  ROOT few = f32[8,4] async-done(begun)
+}
+"""
+
+
+def test_a_gather_that_is_handed_to_another_core_is_a_gather():
+    found = report(OFFLOADED)
+    assert found.counts["gather"] == found.counts["custom-call"] == 1
+    assert "async" not in found.counts
+    # The custom call counts what it takes and gives, 1024 + 32 + 128, and its inside nothing.
+    assert found.counted_bytes == 1184
+
+
 def test_requirements_that_hold_give_the_report():
     found = report(OTHERS)
     asked = found.require(

@@ -37,6 +37,8 @@ _FREE = {
 }
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound"}  # the TPU compiler's notes to itself
 _CALLERS = {"call", "conditional", "while", "async-start", "async-update", "async-done"}
+# What counts whole what it reads and writes, whatever the computations inside do.
+_WHOLES = {"custom-call", "fusion"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 _PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -89,9 +91,7 @@ class Instruction:
     @property
     def called(self) -> list[Computation]:
         """The computations that it runs: not the scalar functions of reductions and sorts."""
-        if self.opcode != "fusion" and self.opcode not in _CALLERS:
-            return []
-        if self.opcode in ("async-update", "async-done"):
+        if self.is_second_half or self.opcode not in _CALLERS | _WHOLES:
             return []
         return [self.module.by_id[identity] for identity in self.message.called_computation_ids]
 
@@ -286,7 +286,7 @@ class Execution:
     instruction: Instruction
     count: int
     fused: bool
-    """Whether it stands inside a fusion, whose reads and writes are counted for the whole."""
+    """Whether it stands inside a fusion or a custom call, whose bytes are counted for the whole."""
 
 
 class Module:
@@ -340,7 +340,7 @@ class Module:
             yield Execution(instruction, count, fused)
             turns = _turns(instruction)
             for called in instruction.called:
-                inside = fused or instruction.opcode == "fusion"
+                inside = fused or instruction.opcode in _WHOLES
                 yield from self._executions(called, count * turns, inside)
 
     @functools.cached_property

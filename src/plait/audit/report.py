@@ -84,10 +84,12 @@ class Report:
       collectives: those that communicate, in the order of the schedule.
       stages: serial stages of communication, those of every turn of a loop: the longest chain of
         collectives of which each needs what the last one brought.
-      hbm_bytes: bytes read and written: the compiler's own count where it gives one, which counts
-        what a permute sends twice, else `counted_bytes`.
+      hbm_bytes: bytes read and written: the larger of the compiler's own count, where it gives one,
+        and `counted_bytes`. The compiler counts twice what a permute sends, a loop as one turn,
+        and a Pallas call as what the call claims.
       counted_bytes: the same by plait's reading of the instructions, each operand read and each
-        result written once, slices only for what they take, loops for every turn.
+        result written once, also of a Pallas call; slices only for what they take, loops for
+        every turn.
       argument_bytes, output_bytes, temp_bytes: memory held, by the compiler's plan.
       floor_bytes: reading the arguments and writing the outputs once.
       network_floor_bytes: what must leave a device, where whoever asked for the report knew it.
@@ -279,7 +281,7 @@ def read_module(
         operations=tuple(operations),
         collectives=tuple(collectives),
         stages=last_stage,
-        hbm_bytes=counted if compiler_bytes is None else int(compiler_bytes),
+        hbm_bytes=max(counted, int(compiler_bytes or 0)),
         counted_bytes=counted,
         argument_bytes=memory.argument_size_in_bytes if memory else 0,
         output_bytes=memory.output_size_in_bytes if memory else 0,
