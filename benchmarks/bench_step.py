@@ -246,6 +246,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=131072, help="tokens in the sequence")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write results here")
     parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, metavar="FILE",
+        help="take the results that --json wrote, and compile nothing",
+    )  # fmt: skip
+    parser.add_argument(
         "--docs", action="store_true", help="rewrite the table in docs/performance.md"
     )
 
@@ -254,14 +258,17 @@ def run(arguments: argparse.Namespace) -> int:
     def progress(line: str) -> None:
         print(line, flush=True)
 
-    results = results_of(
-        arguments.layers,
-        arguments.forms,
-        topology(arguments.topology),
-        arguments.tokens,
-        arguments.ranks,
-        progress,
-    )
+    if arguments.source:
+        results = json.loads(arguments.source.read_text())
+    else:
+        results = results_of(
+            arguments.layers,
+            arguments.forms,
+            topology(arguments.topology),
+            arguments.tokens,
+            arguments.ranks,
+            progress,
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)

@@ -13,6 +13,7 @@ v5p:4x4x8 (about five minutes on two cores, with libtpu installed); nothing is r
 import argparse
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,31 +92,50 @@ def record(target: Topology) -> Record:
     return found
 
 
-def layer_seconds(recorded: Record, place: str, form: str, passed: str) -> float:
-    """K and V together, one layer, one pass."""
-    return sum(
-        recorded["programs"][f"{place}, {tensor}, {form}, {passed}"]["seconds"]
-        for tensor in TENSORS
-    )
+def at_least(recorded: Record, key: str) -> float:
+    """Seconds of a program, what has no estimate at the HBM's peak."""
+    return recorded["programs"][key]["seconds"]
 
 
-def saving(recorded: Record, before: tuple[str, str], after: tuple[str, str]) -> dict[str, float]:
-    """Seconds of a training step between two (place, form), over all layers.
+def as_loops(recorded: Record, key: str) -> float:
+    """The same, but gathers without an estimate as slow as those that became loops.
+
+    Per byte of the tensor, the slowest local one of the same form that this compiler can estimate.
+    """
+    if not recorded["programs"][key]["gathers"]:
+        return at_least(recorded, key)
+    _, tensor, form, _ = key.split(", ")
+    loops = [
+        at_least(recorded, other) * math.prod(TENSORS[tensor]) / math.prod(TENSORS[name])
+        for name, passed in itertools.product(TENSORS, PASSES)
+        for other in [f"local, {name}, {form}, {passed}"]
+        if not recorded["programs"][other]["gathers"]
+    ]
+    return max(loops, default=at_least(recorded, key))
+
+
+def saving(
+    recorded: Record,
+    before: tuple[str, str],
+    after: tuple[str, str],
+    seconds: Callable[[Record, str], float] = at_least,
+) -> dict[str, float]:
+    """Seconds between two (place, form): of K and V in a layer's pass, and of a training step.
 
     Forward runs once, or twice where its activations are rematerialised; backward once.
 
-    >>> program = {"seconds": 0.0}
-    >>> slow, fast = {"seconds": 0.02}, {"seconds": 0.01}
+    >>> slow, fast = {"seconds": 0.02, "gathers": ()}, {"seconds": 0.01, "gathers": ()}
     >>> names = [f"local, {x}, {{}}, {p}" for x in TENSORS for p in PASSES]
     >>> figures = {n.format("a"): slow for n in names} | {n.format("b"): fast for n in names}
     >>> found = saving({"programs": figures}, ("local", "a"), ("local", "b"))
     >>> round(found["2 passes"], 2), round(found["3 passes"], 2)  # 61 * 2 * 10 ms, and 3 of them
     (2.44, 3.66)
     """
-    forward, backward = (
-        layer_seconds(recorded, *before, passed) - layer_seconds(recorded, *after, passed)
-        for passed in PASSES
-    )
+
+    def layer(which: tuple[str, str], passed: str) -> float:
+        return sum(seconds(recorded, f"{which[0]}, {x}, {which[1]}, {passed}") for x in TENSORS)
+
+    forward, backward = (layer(before, p) - layer(after, p) for p in PASSES)
     return {
         "forward": forward,
         "backward": backward,
@@ -136,101 +156,121 @@ def plait_saving(recorded: Record) -> dict[str, float]:
     }
 
 
+def _range(found: dict[str, float]) -> str:
+    low, high = sorted(found[f"{n} passes"] for n in (2, 3))
+    return f"{low:.2f} to {high:.2f}"
+
+
 def calibration(records: list[Record]) -> str:
     """The prediction beside the measurement, as Markdown, with its arithmetic."""
+    change = ("local", "take of chunks"), ("local", "strided")
     lines = [
-        "| compiler | take of chunks to strided: forward, backward, ms a layer | saved a step, s "
-        "| strided to plait: forward, backward, ms a layer | saved a step, s | of 74 s |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| saved a step, s | `take` to slices, at least | gathers as slow as the loops "
+        "| slices to plait | of 74 s |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for recorded in records:
-        first = saving(recorded, ("local", "take of chunks"), ("local", "strided"))
         then = plait_saving(recorded)
-        shares = [100 * then[f"{n} passes"] / MEASURED_AFTER for n in (2, 3)]
-        cells = [name_of(recorded)]
-        for found in (first, then):
-            cells.append(f"{1e3 * found['forward']:.1f}, {1e3 * found['backward']:.1f}")
-            cells.append(f"{found['2 passes']:.2f} to {found['3 passes']:.2f}")
-        lines.append(f"| {' | '.join(cells)} | {shares[0]:.1f} to {shares[1]:.1f}% |")
-    measured = MEASURED_BEFORE - MEASURED_AFTER
-    lines += [
-        f"| measured in the field | | {measured:.0f} ({MEASURED_BEFORE:.0f} to "
-        f"{MEASURED_AFTER:.0f}) | | not measured | |",
-        "",
-    ]
-    recorded = records[0]
-    first = saving(recorded, ("local", "take of chunks"), ("local", "strided"))
-    lines.append(f"The arithmetic of the first row, in ms ({name_of(recorded)}):")
-    lines.append("")
-    terms = {}
-    for form, passed in itertools.product(("take of chunks", "strided"), PASSES):
-        of = [
-            1e3 * recorded["programs"][f"local, {tensor}, {form}, {passed}"]["seconds"]
-            for tensor in TENSORS
+        shares = sorted(100 * then[f"{n} passes"] / MEASURED_AFTER for n in (2, 3))
+        cells = [
+            name_of(recorded),
+            _range(saving(recorded, *change)),
+            _range(saving(recorded, *change, as_loops)),
+            _range(then),
+            f"{shares[0]:.1f} to {shares[1]:.1f}%",
         ]
-        terms[form, passed] = f"({of[0]:.2f} + {of[1]:.2f})"
-    for passed in PASSES:
-        before, after = terms["take of chunks", passed], terms["strided", passed]
-        result = f"{1e3 * first[passed]:.2f}"
-        lines.append(f"    {passed + ':':9} {before} - {after} = {result}    K and V")
-    sums = [f"{1e3 * first[passed]:.2f}" for passed in PASSES]
-    lines.append(
-        f"    step:     {LAYERS} * ({sums[0]} + {sums[1]}) = {1e3 * first['2 passes']:.0f}, with "
-        f"the forward pass once more {1e3 * first['3 passes']:.0f}"
-    )
+        lines.append(f"| {' | '.join(cells)} |")
+    measured = f"{MEASURED_BEFORE - MEASURED_AFTER:.0f}"
+    lines.append(f"| measured in the field | {measured} | {measured} | not measured | |")
+    for recorded in records:
+        lines += ["", f"{name_of(recorded)}, ms, K and V:", ""]
+        for title, seconds in (("at least", at_least), ("as loops", as_loops)):
+            lines += _arithmetic(
+                title, change, saving(recorded, *change, seconds), recorded, seconds
+            )
+        change_to_plait = ("gather", "strided"), ("gather", "plait")
+        found = saving(recorded, *change_to_plait)
+        lines += _arithmetic("to plait", change_to_plait, found, recorded, at_least)
+        lines.append(
+            f"    and {1e3 * recorded['permute_seconds']:.2f} a layer and pass less, for plait's "
+            "permutes on the busiest link"
+        )
     return "\n".join(lines)
 
 
-def ranking(recorded: Record, place: str, tensor: str, passed: str, figure: str) -> list[str]:
-    """The forms of a place, the least first, by "hbm_bytes" or "seconds"."""
-    found = {
-        key.split(", ")[2]: value[figure]
-        for key, value in recorded["programs"].items()
-        if key.split(", ")[:2] == [place, tensor] and key.endswith(f", {passed}")
-    }
-    return sorted((form for form in found if form != "none"), key=found.__getitem__)
+def _arithmetic(
+    title: str,
+    change: tuple[tuple[str, str], tuple[str, str]],
+    found: dict[str, float],
+    recorded: Record,
+    seconds: Callable[[Record, str], float],
+) -> list[str]:
+    lines = []
+    for passed in PASSES:
+        sums = [
+            " + ".join(
+                f"{1e3 * seconds(recorded, f'{a}, {x}, {b}, {passed}'):.2f}" for x in TENSORS
+            )
+            for a, b in change
+        ]
+        difference = f"{1e3 * found[passed]:.2f}"
+        lines.append(f"    {title}, {passed}: ({sums[0]}) - ({sums[1]}) = {difference}")
+    both = [f"{1e3 * found[passed]:.2f}" for passed in PASSES]
+    lines.append(
+        f"    {title}, {LAYERS} layers: {LAYERS} * ({both[0]} + {both[1]}) = "
+        f"{1e3 * found['2 passes']:.0f}; with the forward pass twice {1e3 * found['3 passes']:.0f}"
+    )
+    return lines
+
+
+def ranking(recorded: Record, line: tuple[str, str, str], figure: str) -> list[str]:
+    """The forms of a (place, tensor, pass), the least first, by "hbm_bytes" or "seconds"."""
+    place, tensor, passed = line
+    programs = recorded["programs"]
+    return sorted(FORMS, key=lambda form: programs[f"{place}, {tensor}, {form}, {passed}"][figure])
 
 
 def comparison(records: list[Record]) -> str:
     """Every program by every compiler, as Markdown, and which rankings agree."""
-    names = [name_of(recorded) for recorded in records]
-    lines = [
-        "| | " + " | ".join(f"{n}: GB of HBM, ms" for n in names) + " |",
-        "| --- |" + " --- |" * len(names),
-    ]
-    for key in records[0]["programs"]:
-        cells = []
-        for recorded in records:
-            figures = recorded["programs"][key]
-            least = "≥ " if figures["gathers"] else ""
-            cells.append(
-                f"{static.significant(figures['hbm_bytes'] / 1e9)}, "
-                f"{least}{static.significant(1e3 * figures['seconds'])}"
-            )
-        lines.append(f"| {key} | {' | '.join(cells)} |")
-    agree: dict[str, list[str]] = {"hbm_bytes": [], "seconds": []}
-    lines += ["", "| order of the forms, least first | by bytes | by time |", "| --- | --- | --- |"]
-    for place, tensor, passed in itertools.product(("local", "sharded", "gather"), TENSORS, PASSES):
-        cells = []
-        for figure in agree:
-            orders = [ranking(recorded, place, tensor, passed, figure) for recorded in records]
-            if all(order == orders[0] for order in orders):
-                agree[figure].append(place)
-                cells.append(", ".join(orders[0]))
-            else:
-                cells.append(
-                    "; ".join(
-                        f"{name}: {', '.join(order)}"
-                        for name, order in zip(names, orders, strict=True)
-                    )
-                )
-        lines.append(f"| {place}, {tensor}, {passed} | {' | '.join(cells)} |")
-    total = 3 * len(TENSORS) * len(PASSES)
-    lines += [
-        "",
-        f"The compilers agree on the whole order in {len(agree['hbm_bytes'])} of {total} lines by "
-        f"bytes and in {len(agree['seconds'])} by time.",
-    ]
+    table = list(itertools.product(("local", "sharded", "gather"), TENSORS, PASSES))
+    columns = ("none", *FORMS)
+    lines = []
+    for recorded in records:
+        lines += [
+            f"{name_of(recorded)}; GB of HBM, ms:",
+            "",
+            "| | " + " | ".join(columns) + " |",
+            "| --- |" + " --- |" * len(columns),
+        ]
+        for place, tensor, passed in table:
+            cells = []
+            for form in columns:
+                figures = recorded["programs"].get(f"{place}, {tensor}, {form}, {passed}")
+                if figures is None:
+                    cells.append("")
+                    continue
+                least = "≥ " if figures["gathers"] else ""
+                gigabytes, ms = figures["hbm_bytes"] / 1e9, 1e3 * figures["seconds"]
+                cells.append(f"{static.significant(gigabytes)}, {least}{static.significant(ms)}")
+            lines.append(f"| {place}, {tensor}, {passed} | {' | '.join(cells)} |")
+        lines.append("")
+    for figure, name in (("hbm_bytes", "bytes"), ("seconds", "time")):
+        orders = {line: [ranking(r, line, figure) for r in records] for line in table}
+        same = [line for line, found in orders.items() if all(o == found[0] for o in found)]
+        least = [line for line, found in orders.items() if all(o[0] == "plait" for o in found)]
+        moved = [line for line in least if line[0] != "local"]
+        lines.append(
+            f"* By {name}, all compilers put the four forms in the same order in {len(same)} of "
+            f"{len(table)} lines; plait is the least by all in {len(least)}, among them "
+            f"{len(moved)} of the {len(table) * 2 // 3} that are sharded or gather."
+        )
+        for line in table:
+            if line not in same:
+                shown = [
+                    f"{name_of(r)} has {', '.join(o)}"
+                    for r, o in zip(records, orders[line], strict=True)
+                ]
+                lines.append(f"  * {', '.join(line)}: {'; '.join(shown)}.")
     return "\n".join(lines)
 
 
