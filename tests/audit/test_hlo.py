@@ -3,6 +3,7 @@
 
 import gzip
 import importlib
+import json
 import pathlib
 import re
 
@@ -149,7 +150,9 @@ def test_the_compiler_may_say_how_often_a_loop_runs():
 
 
 def test_copies_do_not_hide_the_counter_of_a_loop():
-    counted = LOOP.replace("next = s32[] add(i, one)", "j = s32[] copy(i)\n  next = s32[] add(j, one)")
+    counted = LOOP.replace(
+        "next = s32[] add(i, one)", "j = s32[] copy(i)\n  next = s32[] add(j, one)"
+    )
     assert counted != LOOP
     assert [c.executions for c in report(counted).collectives] == [5, 5, 1]
 
@@ -240,7 +243,9 @@ outer {
 }
 
 place {"""
-    nested = FUSIONS.replace("\nplace {", outer, 1).replace("calls=pick\n  part", "calls=outer\n  part")
+    nested = FUSIONS.replace("\nplace {", outer, 1).replace(
+        "calls=pick\n  part", "calls=outer\n  part"
+    )
     assert nested.count("calls=outer") == 1
     assert report(nested).counted_bytes == report(FUSIONS).counted_bytes
 
@@ -325,6 +330,13 @@ def test_a_gather_that_is_handed_to_another_core_is_a_gather():
     assert "async" not in found.counts
     # The custom call counts what it takes and gives, 1024 + 32 + 128, and its inside nothing.
     assert found.counted_bytes == 1184
+
+
+@pytest.mark.parametrize(("written", "read"), [("450", 450), (str(2**63 - 1), 0)])
+def test_the_largest_integer_is_no_estimate(written, read):
+    config = json.dumps({"window_config": {"estimated_cycles": written}})
+    text = OFFLOADED.replace("slice_sizes={1,4}", "slice_sizes={1,4}, backend_config=" + config)
+    assert report(text).estimated_cycles == read
 
 
 def test_requirements_that_hold_give_the_report():
