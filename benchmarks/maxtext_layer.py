@@ -250,6 +250,54 @@ def table(name: str, target: audit.Topology, sequence: int) -> str:
     return "\n".join(lines)
 
 
+BARE = (
+    ("v5p:4x4x8", {"context": 128}),
+    ("v5p:4x4x8", {"data": 2, "context": 64}),
+    ("v5p:4x4x8", {"data": 8, "context": 16}),
+    ("v5p:4x4x8", {"data": 64, "context": 2}),
+    ("v5p:4x4x8", {"outer": 16, "inner": 8}),
+    ("v5p:4x4x4", {"context": 64}),
+    ("v5p:2x2x2", {"context": 8}),
+    ("v5e:8x16", {"context": 128}),
+    ("v6e:8x16", {"context": 128}),
+    ("v6e:4x4", {"context": 16}),
+)
+"""Slices and meshes over which nothing but an all-gather is compiled."""
+
+
+def bare_gathers(sequence: int) -> str:
+    """What becomes of `lax.all_gather` alone and of its transpose, as Markdown."""
+    versions = static.versions()
+    lines = [
+        f"K [data, 16, {sequence}, 192] bfloat16, jax {versions['jax']}, libtpu "
+        f"{versions['libtpu']}:",
+        "",
+        "| slice | mesh | `lax.all_gather` becomes | `lax.psum_scatter` becomes |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, sizes in BARE:
+        gathered = tuple(axis for axis in sizes if axis != "data")
+        rows = "data" if "data" in sizes else None
+        whole, split = P(rows), P(rows, None, gathered)
+        x = jax.ShapeDtypeStruct((sizes.get("data", 1), 16, sequence, 192), jnp.bfloat16)
+        kinds = []
+        for move, given, wanted in (
+            (lambda x, g=gathered: jax.lax.all_gather(x, g, axis=2, tiled=True), split, whole),
+            (
+                lambda x, g=gathered: jax.lax.psum_scatter(x, g, scatter_dimension=2, tiled=True),
+                whole,
+                split,
+            ),
+        ):
+            region = jax.shard_map(move, in_specs=given, out_specs=wanted, check_vma=False)
+            report = audit.compile_for(name, region, x, mesh=sizes, in_specs=given)
+            kinds.append(static.shown_collectives((c.kind, c.bytes, 1) for c in report.collectives))
+        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        lines.append(f"| {name} | {mesh} | {' | '.join(kinds)} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the layers for a TPU slice.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -258,6 +306,9 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help="rewrite the tables in docs/maxtext.md")
     options = parser.parse_args()
     target = audit.topology(options.topology)
+    text = bare_gathers(options.sequence)
+    if options.docs:
+        pages.rewrite(pages.DOCS / "maxtext.md", "bare gathers", text)
     for name in options.shapes:
         text = table(name, target, options.sequence)
         if options.docs:
