@@ -6,8 +6,14 @@ leave their sequence whole, and are restored to source order inside it. `before`
 gathers inside by `cp.all_gather`. Both take q, k, v [batch, heads, sequence, head_dim] and segment
 ids [batch, sequence] in zigzag order, sharded over mesh axes "data", "tensor" (heads) and
 "context" (sequence), and return out [batch, heads, sequence, v_head_dim].
+
+`python benchmarks/maxtext_layer.py --docs` compiles both for a TPU slice that need not be there,
+over the whole slice and beside a data axis, and writes the tables of docs/maxtext.md (about ten
+minutes on two cores, with libtpu installed). Nothing is run.
 """
 
+import argparse
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +22,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pages
 import peers
-from plait import Blockwise, Causal, ContextParallel, Zigzag
+import static
+from plait import Blockwise, Causal, ContextParallel, Zigzag, audit
 
 QUERY_SPEC = P("data", "tensor", "context", None)
 KEY_SPEC = P("data", "tensor", "context", None)
@@ -42,18 +50,31 @@ def take(x: Array, ranks: int, axis: int) -> Array:
     return peers.take_chunks(x, ranks, axis, True)
 
 
-def blockwise(q: Array, k: Array, v: Array, positions: Array, q_ids: Array, k_ids: Array) -> Array:
-    """Causal attention of this rank's queries over keys in source order, by plait's kernel."""
+def blockwise(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    q_ids: Array | None,
+    k_ids: Array | None,
+    k_positions: Any = None,
+) -> Array:
+    """Causal attention of this rank's queries over all keys, by plait's kernel.
+
+    The keys are in source order, or where `k_positions` [keys] says.
+    """
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     length, keys = q.shape[1], k.shape[1]
     kernel = Blockwise().fitted(max(1, length // 2), keys)
+    if k_positions is None:
+        k_positions = jnp.arange(keys, dtype=jnp.int32)
     out, _ = kernel(
         q,
         k,
         v,
         mask=Causal(),
         q_positions=jnp.broadcast_to(positions, q.shape[:2]),
-        k_positions=jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), k.shape[:2]),
+        k_positions=jnp.broadcast_to(k_positions, k.shape[:2]),
         q_segment_ids=q_ids,
         k_segment_ids=k_ids,
         scale=q.shape[-1] ** -0.5,
@@ -161,3 +182,88 @@ def lowered(
 
 def _constrained(x: Array, mesh: Mesh, spec: P) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+SHAPES = {"GQA": GQA, "MLA": MLA}
+AXES = {"the whole slice": (1, 128), "beside a data axis": (8, 16)}
+FORMS: dict[str, tuple[Callable[..., Array], dict[str, Any]]] = {
+    "before, take": (before, {"restore": take}),
+    "before, strided": (before, {"restore": strided}),
+    "after": (after, {}),
+}
+
+
+def compiled(
+    name: str, form: str, axes: tuple[int, int], target: audit.Topology, sequence: int
+) -> list[audit.Report]:
+    """What the compiler makes of a layer: forward alone, and with its gradients."""
+    layer, options = FORMS[form]
+    data, context = axes
+    mesh = target.mesh({"data": data, "context": context, "tensor": 1})
+    reports = []
+    for backward in (False, True):
+        with jax.set_mesh(mesh):
+            low = lowered(
+                layer,
+                mesh,
+                SHAPES[name],
+                batch=data,
+                sequence=sequence,
+                backward=backward,
+                **options,
+            )
+            start = time.perf_counter()
+            program = low.compile()
+        seconds = time.perf_counter() - start
+        reports.append(audit.read_compiled(program, target, compile_seconds=seconds))
+    return reports
+
+
+def table(name: str, target: audit.Topology, sequence: int) -> str:
+    """The tables of one shape of attention, as Markdown."""
+    versions = static.versions()
+    shape = SHAPES[name]
+    lines = [
+        f"**{name}**: {shape['heads']} heads, {shape['kv_heads']} of keys and values, head "
+        f"dimension {shape['head_dim']}, of values {shape['v_head_dim']}; {sequence:,} tokens a "
+        f"row, bfloat16, {target.name}, jax {versions['jax']}, libtpu {versions['libtpu']}.",
+    ]
+    for where, (data, context) in AXES.items():
+        lines += [
+            "",
+            f"Context over {where} (data {data}, context {context}, {data} rows):",
+            "",
+            "| | GB of HBM: forward, with backward | temporary, GB | compiled in, s "
+            "| collectives of both passes |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for form in FORMS:
+            reports = compiled(name, form, (data, context), target, sequence)
+            hbm = ", ".join(static.significant(r.hbm_bytes / 1e9) for r in reports)
+            temp = ", ".join(static.significant(r.temp_bytes / 1e9) for r in reports)
+            took = ", ".join(f"{r.compile_seconds:.0f}" for r in reports)
+            moved = static.shown_collectives(
+                (c.kind, c.bytes, c.executions) for c in reports[1].collectives if c.bytes >= 1e6
+            )
+            lines.append(f"| {form} | {hbm} | {temp} | {took} | {moved} |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the layers for a TPU slice.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--topology", default="v5p:4x4x8", help="128 chips")
+    parser.add_argument("--sequence", type=int, default=131072)
+    parser.add_argument("--docs", action="store_true", help="rewrite the tables in docs/maxtext.md")
+    options = parser.parse_args()
+    target = audit.topology(options.topology)
+    for name in options.shapes:
+        text = table(name, target, options.sequence)
+        if options.docs:
+            pages.rewrite(pages.DOCS / "maxtext.md", f"layer {name}", text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -148,6 +148,12 @@ def test_the_compiler_may_say_how_often_a_loop_runs():
     assert [c.executions for c in found.collectives] == [3, 3, 1]
 
 
+def test_copies_do_not_hide_the_counter_of_a_loop():
+    counted = LOOP.replace("next = s32[] add(i, one)", "j = s32[] copy(i)\n  next = s32[] add(j, one)")
+    assert counted != LOOP
+    assert [c.executions for c in report(counted).collectives] == [5, 5, 1]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -160,6 +166,13 @@ def test_a_loop_of_unknown_length_counts_once(old, new):
     found = report(LOOP.replace(old, new))
     assert [c.executions for c in found.collectives] == [1, 1, 1]
     assert found.stages == 3
+
+
+def test_a_loop_whose_length_is_data_counts_as_often_as_is_said():
+    text = LOOP.replace("direction=LT", "direction=NE")
+    text = parser_of_xla()(text).as_serialized_hlo_module_proto()
+    found = read_module(Module(text, unknown_turns=9), topology="by hand")
+    assert [c.executions for c in found.collectives] == [9, 9, 1]
 
 
 FUSIONS = """
@@ -202,6 +215,34 @@ def test_a_fusion_reads_of_an_operand_what_it_slices_and_writes_what_it_updates(
     assert found.counted_bytes == picked + placed
     assert found.counts["gather"] == found.counts["dynamic-slice"] == 1
     assert found.counts["fusion"] == 2
+
+
+def test_a_buffer_that_is_set_aside_moves_nothing():
+    text = """
+HloModule aside
+
+ENTRY main {
+  ROOT buffer = f32[64] custom-call(), custom_call_target="AllocateBuffer"
+}
+"""
+    assert report(text).counted_bytes == 0
+    assert report(text.replace("AllocateBuffer", "Other")).counted_bytes == 256
+
+
+def test_a_fusion_in_a_fusion_reads_what_it_slices():
+    """An outer fusion that hands its operands on to `pick`, as the TPU compiler nests them."""
+    outer = """
+outer {
+  whole = f32[1024,4] parameter(0)
+  rows = s32[8,1] parameter(1)
+  at = s32[] parameter(2)
+  ROOT both = (f32[16,4], f32[8,4]) fusion(whole, rows, at), kind=kLoop, calls=pick
+}
+
+place {"""
+    nested = FUSIONS.replace("\nplace {", outer, 1).replace("calls=pick\n  part", "calls=outer\n  part")
+    assert nested.count("calls=outer") == 1
+    assert report(nested).counted_bytes == report(FUSIONS).counted_bytes
 
 
 OTHERS = """

@@ -39,6 +39,7 @@ def compile_for(
     in_specs: Any = None,
     out_specs: Any = None,
     network_floor_bytes: int | None = None,
+    unknown_turns: int = 1,
 ) -> Report:
     """Compile a function for a topology and read the program of one device.
 
@@ -53,6 +54,8 @@ def compile_for(
         one for each argument. Without a mesh, everything is on the topology's first device.
       out_specs: the same for the results; without it the compiler chooses.
       network_floor_bytes: what must leave a device, for the report's ratio.
+      unknown_turns: how often to count a loop whose length is data, such as the one over the
+        blocks that `plait.attention` visits.
 
     Returns:
       The `Report`.
@@ -102,6 +105,7 @@ def compile_for(
         compiled,
         target,
         network_floor_bytes=network_floor_bytes,
+        unknown_turns=unknown_turns,
         compile_seconds=seconds,
     )
 
@@ -129,6 +133,7 @@ def read_compiled(
     target: Topology,
     *,
     network_floor_bytes: int | None = None,
+    unknown_turns: int = 1,
     compile_seconds: float | None = None,
 ) -> Report:
     """The report of what `jax.jit(f).lower(...).compile()` gave for a topology.
@@ -143,7 +148,7 @@ def read_compiled(
     (module,) = compiled.runtime_executable().hlo_modules()
     costs = compiled.cost_analysis() or {}
     return read_module(
-        Module(module.as_serialized_hlo_module_proto()),
+        Module(module.as_serialized_hlo_module_proto(), unknown_turns),
         topology=target.name,
         memory=compiled.memory_analysis(),
         compiler_bytes=costs.get("bytes accessed"),

@@ -35,6 +35,7 @@ _FREE = {
     "replica-id",
     "tuple",
 }
+_FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound"}  # the TPU compiler's notes to itself
 _CALLERS = {"call", "conditional", "while", "async-start", "async-update", "async-done"}
 # What counts whole what it reads and writes, whatever the computations inside do.
 _WHOLES = {"custom-call", "fusion"}
@@ -158,6 +159,8 @@ class Instruction:
         """Bytes that one execution reads and writes, without those of the loops it calls."""
         if self.opcode in _FREE or self.is_second_half or self.opcode in _CALLERS:
             return 0
+        if self.opcode == "custom-call" and self.message.custom_call_target in _FREE_CALLS:
+            return 0
         if self.opcode == "fusion":
             return _fusion_bytes(self, self.called[0])
         if self.opcode in _SLICES:
@@ -186,10 +189,15 @@ class Instruction:
         return "made by the compiler"
 
 
-def _integer(instruction: Instruction) -> int | None:
-    """The value of a constant integer, also behind a copy."""
+def _behind_copies(instruction: Instruction) -> Instruction:
     while instruction.kind in ("bitcast", "copy"):
         instruction = instruction.operands[0]
+    return instruction
+
+
+def _integer(instruction: Instruction) -> int | None:
+    """The value of a constant integer, also behind a copy."""
+    instruction = _behind_copies(instruction)
     literal = instruction.message.literal
     values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
     return values[0] if instruction.opcode == "constant" and len(values) == 1 else None
@@ -207,15 +215,17 @@ def _counted_turns(loop: Instruction) -> int | None:
     test, step = bodies[False].root, bodies[True].root
     if test.opcode != "compare" or test.message.comparison_direction != "LT":
         return None
-    counter, bound = test.operands
+    counter, bound = map(_behind_copies, test.operands)
     if counter.opcode != "get-tuple-element":
         return None
     index = counter.message.tuple_index
-    last, first, added = _integer(bound), _integer(start.operands[index]), step.operands[index]
+    last, first = _integer(bound), _integer(start.operands[index])
+    added = _behind_copies(step.operands[index])
     if last is None or first is None or added.opcode != "add":
         return None
-    takes = [o for o in added.operands if o.opcode == "get-tuple-element"]
-    steps = [_integer(o) for o in added.operands if o not in takes]
+    terms = [_behind_copies(o) for o in added.operands]
+    takes = [o for o in terms if o.opcode == "get-tuple-element"]
+    steps = [_integer(o) for o in terms if o not in takes]
     counts_up = steps == [1] and [o.message.tuple_index for o in takes] == [index]
     return max(0, last - first) if counts_up else None
 
@@ -236,6 +246,10 @@ def _read_of(parameter: Instruction) -> int:
             read += user.result_bytes
         elif user.opcode == "dynamic-update-slice" and user.operands[0] is parameter:
             pass  # updated in place
+        elif user.opcode == "fusion":  # fusions nest, and a slice may stand in the inner one
+            inner = [i for i in user.called[0].instructions if i.opcode == "parameter"]
+            places = [n for n, operand in enumerate(user.operands) if operand is parameter]
+            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)
         else:
             return parameter.result_bytes
     return min(read, parameter.result_bytes)
@@ -262,7 +276,7 @@ class Computation:
 
 def _turns(instruction: Instruction) -> int:
     known = instruction.trip_count if instruction.opcode == "while" else 1
-    return 1 if known is None else known
+    return instruction.module.unknown_turns if known is None else known
 
 
 @dataclasses.dataclass(eq=False)
@@ -281,10 +295,12 @@ class Module:
     Args:
       serialized: a serialized `HloModuleProto`, as `hlo_modules()` of a compiled function's
         `runtime_executable()` gives it.
+      unknown_turns: how often a loop is taken to run whose length is data.
     """
 
-    def __init__(self, serialized: bytes):
+    def __init__(self, serialized: bytes, unknown_turns: int = 1):
         message = proto.parse(serialized)
+        self.unknown_turns = unknown_turns
         self.name: str = message.name
         self._index = message.stack_frame_index
         self.by_id: dict[int, Computation] = {}
@@ -315,7 +331,7 @@ class Module:
     def executions(self) -> Iterator[Execution]:
         """Every instruction that runs, those of fusions, loops and branches included.
 
-        A loop of unknown length counts as one turn; of a conditional, every branch counts.
+        A loop of unknown length has `unknown_turns`; of a conditional, every branch counts.
         """
         yield from self._executions(self.entry, 1, fused=False)
 

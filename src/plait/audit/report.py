@@ -27,7 +27,8 @@ class Operation:
     Attributes:
       kind: XLA's opcode; an asynchronous pair is one operation of the plain kind.
       name: the instruction's name in the program's text.
-      executions: how often it runs; a loop whose length the compiler does not know counts once.
+      executions: how often it runs; a loop whose length is data counts as often as the caller of
+        `compile_for` said, by default once.
       accessed_bytes: what one execution reads and writes; 0 inside a fusion, which counts whole.
       estimated_cycles: the TPU compiler's estimate for one execution; 0 where it gives none.
       source: "file:line" of the call that made it.
