@@ -149,7 +149,9 @@ def test_the_compiler_may_say_how_often_a_loop_runs():
 
 
 def test_copies_do_not_hide_the_counter_of_a_loop():
-    counted = LOOP.replace("next = s32[] add(i, one)", "j = s32[] copy(i)\n  next = s32[] add(j, one)")
+    counted = LOOP.replace(
+        "next = s32[] add(i, one)", "j = s32[] copy(i)\n  next = s32[] add(j, one)"
+    )
     assert counted != LOOP
     assert [c.executions for c in report(counted).collectives] == [5, 5, 1]
 
@@ -240,7 +242,9 @@ outer {
 }
 
 place {"""
-    nested = FUSIONS.replace("\nplace {", outer, 1).replace("calls=pick\n  part", "calls=outer\n  part")
+    nested = FUSIONS.replace("\nplace {", outer, 1).replace(
+        "calls=pick\n  part", "calls=outer\n  part"
+    )
     assert nested.count("calls=outer") == 1
     assert report(nested).counted_bytes == report(FUSIONS).counted_bytes
 
