@@ -210,7 +210,7 @@ def _layer_lines(name: str, facts: dict[str, Any]) -> list[str]:
         if cost is None:
             rows.append(row + " | | |")
             continue
-        unknown = program["gathers"]
+        unknown = program["opaque"]
         least = "≥ " if unknown else ""
         if unknown:
             uncounted[form] = unknown
@@ -225,7 +225,7 @@ def _layer_lines(name: str, facts: dict[str, Any]) -> list[str]:
     ends = []
     if uncounted:
         named = "; ".join(f"{form}: {', '.join(names)}" for form, names in uncounted.items())
-        ends.append(f"≥: gathers and scatters without an estimate, at the HBM's peak ({named}).")
+        ends.append(f"≥: without an estimate, and here at the HBM's peak: {named}.")
     if "plait" in programs:
         links = static.significant(1e3 * facts["permute_seconds"])
         ends.append(f"Of plait's time {links} ms are its permutes on the busiest link.")

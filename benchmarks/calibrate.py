@@ -102,14 +102,14 @@ def as_loops(recorded: Record, key: str) -> float:
 
     Per byte of the tensor, the slowest local one of the same form that this compiler can estimate.
     """
-    if not recorded["programs"][key]["gathers"]:
+    if not recorded["programs"][key]["opaque"]:
         return at_least(recorded, key)
     _, tensor, form, _ = key.split(", ")
     loops = [
         at_least(recorded, other) * math.prod(TENSORS[tensor]) / math.prod(TENSORS[name])
         for name, passed in itertools.product(TENSORS, PASSES)
         for other in [f"local, {name}, {form}, {passed}"]
-        if not recorded["programs"][other]["gathers"]
+        if not recorded["programs"][other]["opaque"]
     ]
     return max(loops, default=at_least(recorded, key))
 
@@ -124,7 +124,7 @@ def saving(
 
     Forward runs once, or twice where its activations are rematerialised; backward once.
 
-    >>> slow, fast = {"seconds": 0.02, "gathers": ()}, {"seconds": 0.01, "gathers": ()}
+    >>> slow, fast = {"seconds": 0.02, "opaque": ()}, {"seconds": 0.01, "opaque": ()}
     >>> names = [f"local, {x}, {{}}, {p}" for x in TENSORS for p in PASSES]
     >>> figures = {n.format("a"): slow for n in names} | {n.format("b"): fast for n in names}
     >>> found = saving({"programs": figures}, ("local", "a"), ("local", "b"))
@@ -249,7 +249,7 @@ def comparison(records: list[Record]) -> str:
                 if figures is None:
                     cells.append("")
                     continue
-                least = "≥ " if figures["gathers"] else ""
+                least = "≥ " if figures["opaque"] else ""
                 gigabytes, ms = figures["hbm_bytes"] / 1e9, 1e3 * figures["seconds"]
                 cells.append(f"{static.significant(gigabytes)}, {least}{static.significant(ms)}")
             lines.append(f"| {place}, {tensor}, {passed} | {' | '.join(cells)} |")

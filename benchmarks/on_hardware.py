@@ -90,13 +90,10 @@ def cases(tensor: Tensor, tokens: int, mesh: Mesh) -> Iterator[Case]:
     moved = {
         back: np.take(values, peers.order(ranks, tokens, back), axis=axis) for back in (False, True)
     }
+    x, all_of_x = _placed(values, sharded), _placed(values, whole)
 
-    def copy_of(wanted: np.ndarray, sharding: NamedSharding) -> Any:
-        return jax.jit(jnp.copy, out_shardings=sharding), _placed(wanted, sharding)
-
-    x = _placed(values, sharded)
     for back, operation in ((False, "reorder"), (True, "restore")):
-        yield Case(operation, "copy", *copy_of(values, sharded), values)
+        yield Case(operation, "copy", jax.jit(jnp.copy), x, values)
         for name, form in {**peers.PEERS, "plait": peers.plait_sharded}.items():
             move = jax.jit(
                 lambda x, form=form, back=back: form(x, ranks, axis, back), out_shardings=sharded
@@ -104,7 +101,7 @@ def cases(tensor: Tensor, tokens: int, mesh: Mesh) -> Iterator[Case]:
             yield Case(operation, name, move, x, moved[back])
 
     forms = gathers(ranks, axis)
-    yield Case("gather", "copy", *copy_of(values, whole), values)
+    yield Case("gather", "copy", jax.jit(jnp.copy), all_of_x, values)
     for name, gather in forms.items():
         region = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
         yield Case("gather", name, jax.jit(region), x, values if name == "none" else moved[True])
@@ -112,13 +109,16 @@ def cases(tensor: Tensor, tokens: int, mesh: Mesh) -> Iterator[Case]:
         return
 
     shard = jax.ShapeDtypeStruct(sharded.shard_shape(values.shape), values.dtype)
-    given = _placed(values, whole)  # every rank's gradient is the same, so the sum is `ranks` times
-    yield Case("gather, backward", "copy", *copy_of(values, whole), values)
+    # Every rank's gradient is the same, so that their sum is `ranks` times it.
+    sums = {
+        as_is: order * values.dtype.type(ranks)
+        for as_is, order in ((True, values), (False, moved[False]))
+    }
+    yield Case("gather, backward", "copy", jax.jit(jnp.copy), all_of_x, values)
     for name, gather in forms.items():
         back = _transposed(gather, shard)
         region = jax.shard_map(back, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False)
-        wanted = (values if name == "none" else moved[False]) * values.dtype.type(ranks)
-        yield Case("gather, backward", name, jax.jit(region), given, wanted)
+        yield Case("gather, backward", name, jax.jit(region), all_of_x, sums[name == "none"])
 
 
 def gathers(ranks: int, axis: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
@@ -186,9 +186,9 @@ def timed(case: Case, repeats: int, calls: int) -> dict[str, Any]:
 
 def measure(name: str, mesh: Mesh, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each operation and form of a tensor; a form that fails has its error instead."""
-    tensor, rows, copy_seconds = TENSORS[name], [], float("nan")
+    tensor, rows, traced, copy_seconds = TENSORS[name], [], [], float("nan")
     for case in cases(tensor, arguments.tokens, mesh):
-        row = {
+        row: dict[str, Any] = {
             "tensor": name,
             "shape": list(tensor.of(arguments.tokens)),
             "dtype": tensor.dtype,
@@ -207,19 +207,19 @@ def measure(name: str, mesh: Mesh, arguments: argparse.Namespace) -> list[dict[s
         if case.form == "copy":
             copy_seconds = row["median_seconds"]
         row["ratio_to_copy"] = row["median_seconds"] / copy_seconds
-        with _annotated(arguments, f"{name}, {case.operation}, {case.form}"):
-            jax.block_until_ready(case.run(case.argument))
+        traced.append(case)
+    if arguments.trace is not None:
+        trace(traced, arguments.trace / name)
     return rows
 
 
-def _annotated(arguments: argparse.Namespace, label: str) -> Any:
-    """A trace of one call, on process 0, which stands under the label in the profile."""
-    stack = contextlib.ExitStack()
-    if arguments.trace is not None and jax.process_index() == 0:
-        folder = arguments.trace / label.replace(", ", "_").replace(" ", "_")
-        stack.enter_context(jax.profiler.trace(str(folder)))
-        stack.enter_context(jax.profiler.TraceAnnotation(label))
-    return stack
+def trace(ran: list[Case], folder: pathlib.Path) -> None:
+    """One call of each case in a profile of process 0's devices, under its operation and form."""
+    first = jax.process_index() == 0
+    with jax.profiler.trace(str(folder)) if first else contextlib.nullcontext():
+        for case in ran:
+            with jax.profiler.TraceAnnotation(f"{case.operation}, {case.form}"):
+                jax.block_until_ready(case.run(case.argument))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from plait import Contiguous, Zigzag
-from plait.audit import Report, Topology
+from plait.audit import Operation, Report, Topology
 from plait.audit.hlo import COLLECTIVES
 from plait.exchange import matchings
 from plait.permute import Relayout
@@ -37,6 +37,8 @@ class Figures:
       estimated_seconds: the compiler's cycles at the chip's clock, loops by their turns.
       floor_seconds: operations without an estimate, at the peak HBM bandwidth.
       without_estimate: the names of these operations, where they move at least a megabyte.
+      opaque: of these the gathers, the scatters and the custom calls (what the SparseCores do, and
+        Pallas calls), which may take far longer than their floor.
       hbm_bytes: read and written, loops by their turns.
       compiler_bytes: the compiler's own count, which takes every loop for one turn.
       temp_bytes: temporary memory, by the compiler's plan.
@@ -48,6 +50,7 @@ class Figures:
     estimated_seconds: float
     floor_seconds: float
     without_estimate: tuple[str, ...]
+    opaque: tuple[str, ...]
     hbm_bytes: int
     compiler_bytes: int
     temp_bytes: int
@@ -56,23 +59,13 @@ class Figures:
     compile_seconds: float
 
     @property
-    def gathers(self) -> tuple[str, ...]:
-        """Of those without an estimate, what may take far longer than its floor.
-
-        That is gathers and scatters, also those that the compiler hands to the SparseCores as
-        custom calls, and Pallas calls.
-        """
-        telling = ("gather", "scatter", "custom-call")
-        return tuple(n for n in self.without_estimate if any(word in n for word in telling))
-
-    @property
     def seconds(self) -> float:
         """The estimate, and the floor of what has none."""
         return self.estimated_seconds + self.floor_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, for JSON."""
-        return {**dataclasses.asdict(self), "gathers": self.gathers, "seconds": self.seconds}
+        return {**dataclasses.asdict(self), "seconds": self.seconds}
 
 
 def figures(report: Report, topology: Topology) -> Figures:
@@ -86,13 +79,17 @@ def figures(report: Report, topology: Topology) -> Figures:
         if not o.estimated_cycles and o.accessed_bytes and o.kind not in apart
     ]
     unknown_bytes = sum(o.accessed_bytes * o.executions for o in unknown)
-    large = {
-        re.sub(r"[.\d]+$", "", o.name) for o in unknown if o.accessed_bytes * o.executions >= 1e6
-    }
+    large = [o for o in unknown if o.accessed_bytes * o.executions >= 1e6]
+    opaque = [
+        o
+        for o in large
+        if o.kind == "custom-call" or any(word in o.name for word in ("gather", "scatter"))
+    ]
     return Figures(
         estimated_seconds=report.estimated_seconds or 0.0,
         floor_seconds=unknown_bytes / topology.chip.hbm_bytes_per_second,
-        without_estimate=tuple(sorted(large)),
+        without_estimate=_names(large),
+        opaque=_names(opaque),
         hbm_bytes=report.counted_bytes,
         compiler_bytes=report.hbm_bytes,
         temp_bytes=report.temp_bytes,
@@ -100,6 +97,10 @@ def figures(report: Report, topology: Topology) -> Figures:
         loops=report.counts.get("while", 0),
         compile_seconds=report.compile_seconds or 0.0,
     )
+
+
+def _names(operations: Iterable[Operation]) -> tuple[str, ...]:
+    return tuple(sorted({re.sub(r"[.\d]+$", "", o.name) for o in operations}))
 
 
 def shown_collectives(collectives: Iterable[Sequence[Any]]) -> str:

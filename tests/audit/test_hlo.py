@@ -3,6 +3,7 @@
 
 import gzip
 import importlib
+import json
 import pathlib
 import re
 
@@ -329,6 +330,13 @@ def test_a_gather_that_is_handed_to_another_core_is_a_gather():
     assert "async" not in found.counts
     # The custom call counts what it takes and gives, 1024 + 32 + 128, and its inside nothing.
     assert found.counted_bytes == 1184
+
+
+@pytest.mark.parametrize(("written", "read"), [("450", 450), (str(2**63 - 1), 0)])
+def test_the_largest_integer_is_no_estimate(written, read):
+    config = json.dumps({"window_config": {"estimated_cycles": written}})
+    text = OFFLOADED.replace("slice_sizes={1,4}", "slice_sizes={1,4}, backend_config=" + config)
+    assert report(text).estimated_cycles == read
 
 
 def test_requirements_that_hold_give_the_report():

@@ -39,6 +39,7 @@ _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound"}  # the TPU compil
 _CALLERS = {"call", "conditional", "while", "async-start", "async-update", "async-done"}
 # What counts whole what it reads and writes, whatever the computations inside do.
 _WHOLES = {"custom-call", "fusion"}
+_NO_ESTIMATE = 2**63 - 1  # what the TPU compiler writes for a gather that the SparseCores do
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 _PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -118,7 +119,8 @@ class Instruction:
     def estimated_cycles(self) -> int:
         """The TPU compiler's estimate for one execution; 0 where it gives none."""
         window = self.backend_config.get("window_config", {})
-        return int(window.get("estimated_cycles", 0))
+        cycles = int(window.get("estimated_cycles", 0))
+        return 0 if cycles == _NO_ESTIMATE else cycles
 
     @functools.cached_property
     def trip_count(self) -> int | None:
