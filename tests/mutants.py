@@ -294,6 +294,62 @@ MUTANTS = [
         "segment_ids=None, fill=0",
         "integrations/test_maxtext.py -k deeper_targets",
     ),
+    Mutant(
+        "a block copied from the chunk's own place",
+        "block_copy.py",
+        "place[axis] = table[chunk] * parts + lax.rem(place[axis], np.int32(parts))",
+        "place[axis] = chunk * parts + lax.rem(place[axis], np.int32(parts))",
+        "test_block_copy.py -k oracle",
+    ),
+    Mutant(
+        "the blocks of a chunk out of step",
+        "block_copy.py",
+        "table[chunk] * parts + lax.rem(place[axis], np.int32(parts))",
+        "table[chunk] * parts",
+        "test_block_copy.py -k several",
+    ),
+    Mutant(
+        "narrow heads copied in a layout that XLA may not have chosen",
+        "block_copy.py",
+        "    if not lanes_filled and axis < len(view) - 1:\n",
+        "    if False:\n",
+        "test_block_copy.py -k refused",
+    ),
+    Mutant(
+        "chunks written in the order of their permutes",
+        "exchange.py",
+        "starts = np.array(matching.filled, np.int32) * length",
+        "starts = np.array(matching.sent, np.int32) * length",
+        "test_exchange.py -k tpus",
+    ),
+    Mutant(
+        "a loop counted as one turn",
+        "audit/hlo.py",
+        "    return 1 if known is None else known\n",
+        "    return 1\n",
+        "audit/test_hlo.py",
+    ),
+    Mutant(
+        "a fusion that reads of a slice the whole",
+        "audit/hlo.py",
+        "            read += user.result_bytes\n",
+        "            return parameter.result_bytes\n",
+        "audit/test_hlo.py",
+    ),
+    Mutant(
+        "both halves of an asynchronous pair counted",
+        "audit/hlo.py",
+        'return self.opcode.endswith(("-done", "-update"))',
+        "return False",
+        "audit/test_hlo.py",
+    ),
+    Mutant(
+        "requirements that are never looked at",
+        "audit/report.py",
+        "    if wanted is None or found == wanted:",
+        "    if True:",
+        "audit/test_hlo.py",
+    ),
 ]
 
 
