@@ -350,6 +350,34 @@ MUTANTS = [
         "    if True:",
         "audit/test_hlo.py",
     ),
+    Mutant(
+        "tokens that stay counted as sent",
+        "audit/floors.py",
+        "np.bincount(rank_before[rank_before != rank_after],",
+        "np.bincount(rank_before,",
+        "audit/test_floors.py",
+    ),
+    Mutant(
+        "an all-gather's floor with the shard that is there",
+        "cli/variants.py",
+        "(layout.ranks - 1) * length // layout.ranks",
+        "length",
+        "cli/test_audit.py -k side_by_side",
+    ),
+    Mutant(
+        "a page that takes names for markup",
+        "cli/page.py",
+        "<b>{escape(c.kind)}</b>",
+        "<b>{c.kind}</b>",
+        "cli/test_audit.py -k markup",
+    ),
+    Mutant(
+        "bars that all fill their room",
+        "cli/page.py",
+        "scale = _PLOT / report.hbm_bytes if is_cut else scale",
+        "scale = _PLOT / report.hbm_bytes",
+        "cli/test_audit.py -k parts_of_a_bar",
+    ),
 ]
 
 
