@@ -258,11 +258,9 @@ def comparison(records: list[Record]) -> str:
         orders = {line: [ranking(r, line, figure) for r in records] for line in table}
         same = [line for line, found in orders.items() if all(o == found[0] for o in found)]
         least = [line for line, found in orders.items() if all(o[0] == "plait" for o in found)]
-        moved = [line for line in least if line[0] != "local"]
         lines.append(
             f"* By {name}, all compilers put the four forms in the same order in {len(same)} of "
-            f"{len(table)} lines; plait is the least by all in {len(least)}, among them "
-            f"{len(moved)} of the {len(table) * 2 // 3} that are sharded or gather."
+            f"{len(table)} lines, and plait first in {len(least)}. Else:"
         )
         for line in table:
             if line not in same:

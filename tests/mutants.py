@@ -378,6 +378,27 @@ MUTANTS = [
         "scale = _PLOT / report.hbm_bytes",
         "cli/test_audit.py -k parts_of_a_bar",
     ),
+    Mutant(
+        "a fusion in a fusion that reads its operands whole",
+        "audit/hlo.py",
+        "            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)\n",
+        "            return parameter.result_bytes\n",
+        "audit/test_hlo.py",
+    ),
+    Mutant(
+        "a loop whose length is data counted once",
+        "audit/hlo.py",
+        "return instruction.module.unknown_turns if known is None else known",
+        "return 1 if known is None else known",
+        "audit/test_hlo.py",
+    ),
+    Mutant(
+        "no estimate taken for the longest one",
+        "audit/hlo.py",
+        "return 0 if cycles == _NO_ESTIMATE else cycles",
+        "return cycles",
+        "audit/test_hlo.py",
+    ),
 ]
 
 

@@ -60,7 +60,7 @@ def test_the_pages_say_where_compilers_differ():
     one = recording(sharded_K_plait_forward=figures(0.0001, 0.5))
     other = recording("2.0", sharded_K_take_forward=figures(0.0001, 0.5, ["gather"]))
     text = calibrate.comparison([one, other])
-    assert "in the same order in 11 of 12 lines" in text
+    assert "in the same order in 11 of 12 lines, and plait first in " in text
     assert "sharded, K, forward: jax 1.0, libtpu 0.1 has plait, take" in text
     assert "≥ 0.100" in text
     prediction = calibrate.calibration([one, other])
