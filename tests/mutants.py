@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "a loop counted as one turn",
         "audit/hlo.py",
-        "    return 1 if known is None else known\n",
-        "    return 1\n",
+        "return instruction.module.unknown_turns if known is None else known",
+        "return 1",
         "audit/test_hlo.py",
     ),
     Mutant(
@@ -381,7 +381,8 @@ MUTANTS = [
     Mutant(
         "a fusion in a fusion that reads its operands whole",
         "audit/hlo.py",
-        "            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)\n",
+        "            read += sum(_read_of(i) for i in inner if i.message.parameter_number in"
+        " places)\n",
         "            return parameter.result_bytes\n",
         "audit/test_hlo.py",
     ),
