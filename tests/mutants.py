@@ -353,8 +353,8 @@ MUTANTS = [
     Mutant(
         "a fusion in a fusion that reads its operands whole",
         "audit/hlo.py",
-        "            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)\n",
-        "            return parameter.result_bytes\n",
+        "sum(_read_of(i) for i in inner if i.message.parameter_number in places)",
+        "parameter.result_bytes",
         "audit/test_hlo.py",
     ),
     Mutant(
