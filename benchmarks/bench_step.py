@@ -159,7 +159,7 @@ def shares(facts: dict[str, Any], form: str) -> dict[str, float]:
       "seconds": by the compiler's estimate, with the floor of what has none, and for plait the
       permutes on the busiest link. "of_program": over the whole program with this form.
       "of_peak": over the same with an attention kernel that does nothing but its matmuls at the
-      chip's peak rate; no step can give the order a larger share.
+      chip's peak rate.
     """
     programs = facts["programs"]
     above = programs[form]["seconds"] - programs["none"]["seconds"]
@@ -197,16 +197,19 @@ def _layer_lines(name: str, facts: dict[str, Any]) -> list[str]:
         "chip's peak."
     )
     rows = [
-        "| order by | GB of HBM | temporary, GB | ms of the step | above none, ms "
-        "| share of this step | at most |",
+        "| order by | GB of HBM (above none) | temporary, GB | ms of the step | above none, ms "
+        "| share of this step | share beside matmuls at the peak |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     uncounted: dict[str, list[str]] = {}
     for form, program in programs.items():
         cost = shares(facts, form) if form != "none" and "none" in programs else None
         total = 1e3 * (program["seconds"] + (cost["links"] if cost else 0))
-        row = f"| {form} | {static.significant(program['hbm_bytes'] / 1e9)} "
-        row += f"| {static.significant(program['temp_bytes'] / 1e9)} | {total:.4g} |"
+        hbm = static.significant(program["hbm_bytes"] / 1e9)
+        if cost:
+            hbm += f" (+{static.significant(cost['hbm_bytes'] / 1e9)})"
+        temp = static.significant(program["temp_bytes"] / 1e9)
+        row = f"| {form} | {hbm} | {temp} | {total:.4g} |"
         if cost is None:
             rows.append(row + " | | |")
             continue

@@ -89,9 +89,9 @@ def test_the_table_says_what_is_a_bound():
     text = bench_step.table(RESULTS)
     assert "jax 1.2.3, libtpu 4.5.6" in text
     assert "| none | 10.0 | 2.00 | 100 | | | |" in text
-    assert "| take | 20.0 | 2.00 | 150 | ≥ 50.0 | ≥ 33.3% | ≥ 71.4% |" in text
-    assert "| strided | 30.0 | 2.00 | 200 | 100 | 50.0% | 83.3% |" in text
-    assert "| plait | 11.0 | 2.00 | 101 | 1.00 | 1.0% | 4.8% |" in text
+    assert "| take | 20.0 (+10.0) | 2.00 | 150 | ≥ 50.0 | ≥ 33.3% | ≥ 71.4% |" in text
+    assert "| strided | 30.0 (+20.0) | 2.00 | 200 | 100 | 50.0% | 83.3% |" in text
+    assert "| plait | 11.0 (+1.00) | 2.00 | 101 | 1.00 | 1.0% | 4.8% |" in text
     assert "take: gather_fusion" in text
     assert "* none: 2 all-reduce of 805 MB" in text
 
