@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "a loop counted as one turn",
         "audit/hlo.py",
-        "    return 1 if known is None else known\n",
-        "    return 1\n",
+        "return instruction.module.unknown_turns if known is None else known",
+        "return 1",
         "audit/test_hlo.py",
     ),
     Mutant(
@@ -351,10 +351,39 @@ MUTANTS = [
         "audit/test_hlo.py",
     ),
     Mutant(
+        "tokens that stay counted as sent",
+        "audit/floors.py",
+        "np.bincount(rank_before[rank_before != rank_after],",
+        "np.bincount(rank_before,",
+        "audit/test_floors.py",
+    ),
+    Mutant(
+        "an all-gather's floor with the shard that is there",
+        "cli/variants.py",
+        "(layout.ranks - 1) * length // layout.ranks",
+        "length",
+        "cli/test_audit.py -k side_by_side",
+    ),
+    Mutant(
+        "a page that takes names for markup",
+        "cli/page.py",
+        "<b>{escape(c.kind)}</b>",
+        "<b>{c.kind}</b>",
+        "cli/test_audit.py -k markup",
+    ),
+    Mutant(
+        "bars that all fill their room",
+        "cli/page.py",
+        "scale = _PLOT / report.hbm_bytes if is_cut else scale",
+        "scale = _PLOT / report.hbm_bytes",
+        "cli/test_audit.py -k parts_of_a_bar",
+    ),
+    Mutant(
         "a fusion in a fusion that reads its operands whole",
         "audit/hlo.py",
-        "sum(_read_of(i) for i in inner if i.message.parameter_number in places)",
-        "parameter.result_bytes",
+        "            read += sum(_read_of(i) for i in inner if i.message.parameter_number in"
+        " places)\n",
+        "            return parameter.result_bytes\n",
         "audit/test_hlo.py",
     ),
     Mutant(

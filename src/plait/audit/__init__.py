@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from plait.audit.floors import moved_tokens
 from plait.audit.hlo import Module
 from plait.audit.report import Collective, Operation, Report, RequirementError, read_module
 from plait.audit.topology import Topology, topologies, topology
@@ -25,6 +26,7 @@ __all__ = [
     "RequirementError",
     "Topology",
     "compile_for",
+    "moved_tokens",
     "read_compiled",
     "topologies",
     "topology",
@@ -53,7 +55,8 @@ def compile_for(
       in_specs: how the arguments are laid out over the mesh: a `PartitionSpec`, or a sequence of
         one for each argument. Without a mesh, everything is on the topology's first device.
       out_specs: the same for the results; without it the compiler chooses.
-      network_floor_bytes: what must leave a device, for the report's ratio.
+      network_floor_bytes: what must leave a device, for the report's ratio; of a relayout
+        `moved_tokens` says how many tokens that is.
       unknown_turns: how often to count a loop whose length is data, such as the one over the
         blocks that `plait.attention` visits.
 

@@ -8,7 +8,6 @@ the fields that are read are declared here; the rest of a message stays opaque.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 # Message -> field -> (number, kind). Kinds with [] repeat; capitals name a message.
@@ -94,9 +93,14 @@ ELEMENT_TYPES = tuple(_ELEMENT_TYPES.split())
 
 @functools.cache
 def _module_class() -> type[Any]:
-    if importlib.util.find_spec("google.protobuf") is None:
-        raise ImportError("reading a compiled program needs protobuf: pip install 'plait[audit]'")
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    # Not by find_spec, which itself raises where no package of Google's is installed.
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    except ImportError as error:
+        raise ImportError(
+            "reading a compiled program needs protobuf, which is not installed: "
+            "pip install 'plait[audit]'"
+        ) from error
 
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(

@@ -118,6 +118,14 @@ class Report:
         """How often each kind of operation stands in the program; collectives included."""
         return dict(collections.Counter(operation.kind for operation in self.operations))
 
+    @functools.cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """`counted_bytes` by kind of operation, the largest first."""
+        sums: collections.Counter[str] = collections.Counter()
+        for operation in self.operations:
+            sums[operation.kind] += operation.accessed_bytes * operation.executions
+        return {kind: count for kind, count in sums.most_common() if count}
+
     @property
     def traffic_bytes(self) -> int:
         """Bytes that a device sends in all."""
@@ -194,12 +202,17 @@ class Report:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain Python values, for JSON; the operations as counts."""
+        """Everything as plain Python values, for JSON; the operations as counts.
+
+        What is not known, and the ratio to a floor of nothing, is None: JSON has no NaN.
+        """
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["operations"] = self.counts
         plain["collectives"] = [dataclasses.asdict(c) for c in self.collectives]
-        for name in ("traffic_bytes", "floor_bytes", "hbm_ratio", "estimated_seconds"):
+        for name in ("bytes_by_kind", "traffic_bytes", "floor_bytes", "estimated_seconds"):
             plain[name] = getattr(self, name)
+        plain["hbm_ratio"] = self.hbm_ratio if self.floor_bytes else None
+        plain["traffic_ratio"] = self.traffic_ratio
         return plain
 
 

@@ -1,11 +1,11 @@
-"""The command line: `plait demo`, `plait bench`."""
+"""The command line: `plait demo`, `plait audit`, `plait bench`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from plait.cli import bench, demo
+from plait.cli import audit, bench, demo
 from plait.cli.arguments import Parser, UserError
 
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="plait", description="Load-balanced context parallelism for JAX.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_command(commands)
+    audit.add_command(commands)
     bench.add_command(commands)
     try:
         arguments = parser.parse_args(argv)

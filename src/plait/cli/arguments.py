@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
+
+from plait import Contiguous, HalfSwap, Striped, Zigzag
+
+LAYOUTS: dict[str, type[Contiguous | Zigzag | HalfSwap | Striped]] = {
+    "contiguous": Contiguous,
+    "zigzag": Zigzag,
+    "half-swap": HalfSwap,
+    "striped": Striped,
+}
 
 
 class UserError(Exception):
@@ -41,6 +50,30 @@ def integer(flag: str, least: int, most: int, works: int) -> Callable[[str], int
                 f"{works} works",
             )
         return value
+
+    return parse
+
+
+def names(flag: str, known: Iterable[str], works: str) -> Callable[[str], list[str]]:
+    """The `type` of an argument that is one or more known names, with commas between.
+
+    >>> names("--layout", ["zigzag", "striped"], works="zigzag")("zigzag,stripe")
+    Traceback (most recent call last):
+    argparse.ArgumentError: --layout is 'stripe'; it needs to be one or more of zigzag, striped: \
+zigzag works
+    """
+    known = tuple(known)
+
+    def parse(given: str) -> list[str]:
+        found = [name.strip() for name in given.split(",")]
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentError(
+                    None,
+                    f"{flag} is {name!r}; it needs to be one or more of {', '.join(known)}: "
+                    f"{works} works",
+                )
+        return found
 
     return parse
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import tempfile
@@ -16,21 +17,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from plait import Contiguous, HalfSwap, Layout, Striped, Zigzag, count_blocks, visible_pairs
+from plait import Layout, count_blocks, visible_pairs
 from plait.cli import text
-from plait.cli.arguments import UserError, integer, require_extra
+from plait.cli.arguments import LAYOUTS, UserError, integer, names, require_extra
+from plait.cli.devices import start_on_cpu
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from plait.cli.train import Run
 
-LAYOUTS: dict[str, type[Contiguous | Zigzag | HalfSwap | Striped]] = {
-    "contiguous": Contiguous,
-    "zigzag": Zigzag,
-    "half-swap": HalfSwap,
-    "striped": Striped,
-}
 DEFAULT_LAYOUTS = ("contiguous", "zigzag", "half-swap")
 REFERENCE = "one device"
 SHORTEST, LONGEST = 128, 65_536
@@ -117,7 +113,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--layout",
         action="append",
-        type=_layout_names,
+        type=names("--layout", LAYOUTS, works="zigzag"),
         metavar="NAME[,NAME]",
         help=f"layouts to run beside the reference on one device: {', '.join(LAYOUTS)}; "
         f"may be repeated (default: {','.join(DEFAULT_LAYOUTS)})",
@@ -142,8 +138,10 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; 1 where the runs do not agree, and 0 otherwise."""
     require_extra("plait demo", "demo", ("flax", "matplotlib", "optax", "rich"))
-    names = [name for names in getattr(arguments, "layout", [DEFAULT_LAYOUTS]) for name in names]
-    layouts: dict[str, Layout] = {name: LAYOUTS[name](arguments.ranks) for name in names}
+    given = getattr(arguments, "layout", [DEFAULT_LAYOUTS])
+    layouts: dict[str, Layout] = {
+        name: LAYOUTS[name](arguments.ranks) for name in itertools.chain(*given)
+    }
     _check_length(arguments.sequence_length, layouts)
     packed = _packed(arguments.sequence_length, arguments.steps, arguments.seed)
     devices = _cpu_devices(arguments.ranks)
@@ -236,18 +234,6 @@ def _largest(measured: dict[str, Measured]) -> float:
     return float(np.max([one.difference for one in measured.values()]))
 
 
-def _layout_names(given: str) -> list[str]:
-    names = [name.strip() for name in given.split(",")]
-    for name in names:
-        if name not in LAYOUTS:
-            raise argparse.ArgumentError(
-                None,
-                f"--layout is {name!r}; it needs to be one or more of {', '.join(LAYOUTS)}: "
-                "zigzag works",
-            )
-    return names
-
-
 def _check_length(length: int, layouts: dict[str, Layout]) -> None:
     for layout in layouts.values():
         if length % layout.multiple:
@@ -293,11 +279,7 @@ def _packed(length: int, steps: int, seed: int) -> text.Packed:
 
 
 def _cpu_devices(count: int) -> list[Any]:
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-        jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:  # jax has started already: its devices are what there is
-        pass
+    start_on_cpu(count)
     devices = jax.devices("cpu")
     if len(devices) < count:
         works = f"{len(devices)} works" if len(devices) > 1 else f"{count} works in a new process"
