@@ -29,6 +29,7 @@ import static
 from plait import ContextParallel, Zigzag, visible_pairs
 from plait.attention import count_blocks
 from plait.audit import Topology, compile_for, topology
+from plait.cli.arguments import UserError
 
 LAYERS: dict[str, dict[str, int]] = {
     "DeepSeek-V3.2": maxtext_layer.MLA,
@@ -264,10 +265,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.source:
         results = json.loads(arguments.source.read_text())
     else:
+        try:
+            target = topology(arguments.topology)
+            target.mesh({"context": arguments.ranks})
+            Zigzag(arguments.ranks).check_length(arguments.tokens)
+        except (ValueError, ImportError, RuntimeError) as error:
+            raise UserError(f"bench step: {error}") from error
         results = results_of(
             arguments.layers,
             arguments.forms,
-            topology(arguments.topology),
+            target,
             arguments.tokens,
             arguments.ranks,
             progress,

@@ -185,7 +185,7 @@ def _constrained(x: Array, mesh: Mesh, spec: P) -> Array:
 
 
 SHAPES = {"GQA": GQA, "MLA": MLA}
-AXES = {"the whole slice": (1, 128), "beside a data axis": (8, 16)}
+AXES = {"over the whole slice": (1, 128), "beside a data axis": (8, 16)}
 FORMS: dict[str, tuple[Callable[..., Array], dict[str, Any]]] = {
     "before, take": (before, {"restore": take}),
     "before, strided": (before, {"restore": strided}),
@@ -231,7 +231,7 @@ def table(name: str, target: audit.Topology, sequence: int) -> str:
     for where, (data, context) in AXES.items():
         lines += [
             "",
-            f"Context over {where} (data {data}, context {context}, {data} rows):",
+            f"Context {where} (data {data}, context {context}, {data} rows):",
             "",
             "| | GB of HBM: forward, with backward | temporary, GB | compiled in, s "
             "| collectives of both passes |",
@@ -251,35 +251,36 @@ def table(name: str, target: audit.Topology, sequence: int) -> str:
 
 
 BARE = (
-    ("v5p:4x4x8", {"context": 128}),
-    ("v5p:4x4x8", {"data": 2, "context": 64}),
-    ("v5p:4x4x8", {"data": 8, "context": 16}),
-    ("v5p:4x4x8", {"data": 64, "context": 2}),
-    ("v5p:4x4x8", {"outer": 16, "inner": 8}),
-    ("v5p:4x4x4", {"context": 64}),
-    ("v5p:2x2x2", {"context": 8}),
-    ("v5e:8x16", {"context": 128}),
-    ("v6e:8x16", {"context": 128}),
-    ("v6e:4x4", {"context": 16}),
+    ("v5p:4x4x8", {"context": 128}, 192),
+    ("v5p:4x4x8", {"context": 128}, 128),
+    ("v5p:4x4x8", {"outer": 16, "inner": 8}, 192),
+    ("v5p:4x4x8", {"data": 2, "context": 64}, 192),
+    ("v5p:4x4x8", {"data": 8, "context": 16}, 192),
+    ("v5p:4x4x8", {"data": 8, "context": 16}, 128),
+    ("v5p:4x4x4", {"context": 64}, 192),
+    ("v5p:2x2x2", {"context": 8}, 192),
+    ("v5e:8x16", {"context": 128}, 192),
+    ("v6e:8x16", {"context": 128}, 192),
+    ("v6e:4x4", {"context": 16}, 192),
 )
-"""Slices and meshes over which nothing but an all-gather is compiled."""
+"""Slices, meshes and head dimensions for which nothing but an all-gather is compiled."""
 
 
 def bare_gathers(sequence: int) -> str:
     """What becomes of `lax.all_gather` alone and of its transpose, as Markdown."""
     versions = static.versions()
     lines = [
-        f"K [data, 16, {sequence}, 192] bfloat16, jax {versions['jax']}, libtpu "
+        f"Keys [data, 16, {sequence}, head dimension] bfloat16, jax {versions['jax']}, libtpu "
         f"{versions['libtpu']}:",
         "",
-        "| slice | mesh | `lax.all_gather` becomes | `lax.psum_scatter` becomes |",
-        "| --- | --- | --- | --- |",
+        "| slice | mesh | head dimension | `lax.all_gather` becomes | `lax.psum_scatter` becomes |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for name, sizes in BARE:
+    for name, sizes, head_dim in BARE:
         gathered = tuple(axis for axis in sizes if axis != "data")
         rows = "data" if "data" in sizes else None
         whole, split = P(rows), P(rows, None, gathered)
-        x = jax.ShapeDtypeStruct((sizes.get("data", 1), 16, sequence, 192), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((sizes.get("data", 1), 16, sequence, head_dim), jnp.bfloat16)
         kinds = []
         for move, given, wanted in (
             (lambda x, g=gathered: jax.lax.all_gather(x, g, axis=2, tiled=True), split, whole),
@@ -293,26 +294,27 @@ def bare_gathers(sequence: int) -> str:
             report = audit.compile_for(name, region, x, mesh=sizes, in_specs=given)
             kinds.append(static.shown_collectives((c.kind, c.bytes, 1) for c in report.collectives))
         mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        lines.append(f"| {name} | {mesh} | {' | '.join(kinds)} |")
+        lines.append(f"| {name} | {mesh} | {head_dim} | {' | '.join(kinds)} |")
         print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the layers for a TPU slice.")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parts = ["bare gathers", *SHAPES]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--topology", default="v5p:4x4x8", help="128 chips")
     parser.add_argument("--sequence", type=int, default=131072)
     parser.add_argument("--docs", action="store_true", help="rewrite the tables in docs/maxtext.md")
     options = parser.parse_args()
     target = audit.topology(options.topology)
-    text = bare_gathers(options.sequence)
-    if options.docs:
-        pages.rewrite(pages.DOCS / "maxtext.md", "bare gathers", text)
-    for name in options.shapes:
-        text = table(name, target, options.sequence)
+    for part in options.parts:
+        if part in SHAPES:
+            name, text = f"layer {part}", table(part, target, options.sequence)
+        else:
+            name, text = part, bare_gathers(options.sequence)
         if options.docs:
-            pages.rewrite(pages.DOCS / "maxtext.md", f"layer {name}", text)
+            pages.rewrite(pages.DOCS / "maxtext.md", name, text)
     return 0
 
 
