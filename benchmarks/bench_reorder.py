@@ -120,7 +120,7 @@ def _program(case: Case, mesh: Mesh | None) -> tuple[Any, jax.ShapeDtypeStruct, 
         fn = functools.partial(forms[case.form], ranks=case.ranks, axis=axis, to_contiguous=back)
         return (_transposed(fn, aval) if case.backward else fn), aval, spec, spec
     inside = gathered(case.form, case.ranks, axis)
-    shard = dataclasses.replace(case.tensor).of_length(case.length // case.ranks)
+    shard = case.tensor.of_length(case.length // case.ranks)
     if case.backward:
         inside = _transposed(inside, shard)
     ends = (P(), spec) if case.backward else (spec, P())
@@ -322,8 +322,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timed", action="store_true", help="only what this machine's clock says")
     parser.add_argument("--full", action="store_true", help="every size, tensor and topology")
     parser.add_argument("--only", default="", help="only static cases whose line contains this")
-    parser.add_argument("--length", type=int, default=16 * K, help="tokens that are timed")
-    parser.add_argument("--repeats", type=int, default=15, help="timings of each program")
+    parser.add_argument("--length", type=int, default=4 * K, help="tokens that are timed")
+    parser.add_argument("--repeats", type=int, default=9, help="timings of each program")
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
     parser.add_argument(
         "--from", dest="earlier", type=pathlib.Path, help="take figures from this file, run nothing"

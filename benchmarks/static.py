@@ -40,7 +40,6 @@ class Figures:
       opaque: of these the gathers, the scatters and the custom calls (what the SparseCores do, and
         Pallas calls), which may take far longer than their floor.
       hbm_bytes: read and written, loops by their turns.
-      compiler_bytes: the compiler's own count, which takes every loop for one turn.
       temp_bytes: temporary memory, by the compiler's plan.
       collectives: (kind, bytes, how often) of each, in the order of the program.
       loops: `while` operations in the program.
@@ -52,7 +51,6 @@ class Figures:
     without_estimate: tuple[str, ...]
     opaque: tuple[str, ...]
     hbm_bytes: int
-    compiler_bytes: int
     temp_bytes: int
     collectives: tuple[tuple[str, int, int], ...]
     loops: int
@@ -91,7 +89,6 @@ def figures(report: Report, topology: Topology) -> Figures:
         without_estimate=_names(large),
         opaque=_names(opaque),
         hbm_bytes=report.counted_bytes,
-        compiler_bytes=report.hbm_bytes,
         temp_bytes=report.temp_bytes,
         collectives=tuple((c.kind, c.bytes, c.executions) for c in report.collectives),
         loops=report.counts.get("while", 0),

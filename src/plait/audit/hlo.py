@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from plait.audit import proto
@@ -191,10 +191,14 @@ class Instruction:
         return "made by the compiler"
 
 
-def _behind_copies(instruction: Instruction) -> Instruction:
-    while instruction.kind in ("bitcast", "copy"):
+def _behind(instruction: Instruction, kinds: Collection[str] = ("bitcast",)) -> Instruction:
+    """The value that instructions of some kinds only hand on."""
+    while instruction.kind in kinds:
         instruction = instruction.operands[0]
     return instruction
+
+
+_behind_copies = functools.partial(_behind, kinds=("bitcast", "copy"))
 
 
 def _integer(instruction: Instruction) -> int | None:
@@ -232,12 +236,6 @@ def _counted_turns(loop: Instruction) -> int | None:
     return max(0, last - first) if counts_up else None
 
 
-def _through_bitcasts(instruction: Instruction) -> Instruction:
-    while instruction.opcode == "bitcast":
-        instruction = instruction.operands[0]
-    return instruction
-
-
 def _read_of(parameter: Instruction) -> int:
     """Bytes that a fused computation reads of a parameter: a slice reads only what it takes."""
     read = 0
@@ -260,7 +258,7 @@ def _read_of(parameter: Instruction) -> int:
 def _fusion_bytes(fusion: Instruction, body: Computation) -> int:
     results = body.root.operands if body.root.opcode == "tuple" else [body.root]
     total = 0
-    for result in map(_through_bitcasts, results):
+    for result in map(_behind, results):
         is_update = result.opcode == "dynamic-update-slice"
         total += (result.operands[1] if is_update else result).result_bytes
     parameters = [i for i in body.instructions if i.opcode == "parameter"]

@@ -81,7 +81,7 @@ class Report:
     Attributes:
       topology: the name of what it was compiled for.
       operations: every instruction that the program runs.
-      collectives: those that communicate, in the order of the schedule.
+      collectives: every collective, in the order of the schedule.
       stages: serial stages of communication, those of every turn of a loop: the longest chain of
         collectives of which each needs what the last one brought.
       hbm_bytes: bytes read and written: the larger of the compiler's own count, where it gives one,
