@@ -21,9 +21,11 @@ TAKEN = [
     ((1, 4096, 1, 576), 1, "float32", (576, 512)),
     ((2, 1024, 8, 128), 1, "bfloat16", (2, 128, 8, 128)),
     ((2048, 256), 0, "uint32", (256, 256)),
+    ((1, 4096, 8, 64), 1, "bfloat16", (8, 64, 512)),
+    ((1, 4096, 3, 128), 1, "float32", (3, 512, 128)),
+    ((2, 3, 4096, 100), 2, "bfloat16", (3, 100, 2, 512)),
 ]
 REFUSED = [
-    ((1, 4096, 8, 64), 1, "bfloat16", "the layout of narrow heads is not known"),
     ((1, 4, 4096, 192), 2, "float16", "not a dtype that every TPU stores"),
     ((1, 4, 8 * 24, 192), 2, "bfloat16", "chunks of 24 tokens do not fill 128 lanes"),
     ((4, 8 * 12, 1024), 1, "bfloat16", "chunks of 12 tokens do not fill tiles of 16 rows"),

@@ -76,6 +76,27 @@ def test_local_moves_are_one_copy(shape, axis, dtype, topology):
         assert report.compile_seconds < 2
 
 
+SHAPES = [  # each in another order of dimensions, or with tiles of other sizes
+    ((1, LENGTH, 8, 64), 1, jnp.bfloat16),
+    ((1, LENGTH, 3, 128), 1, jnp.float32),
+    ((1, LENGTH, 12, 128), 1, jnp.bfloat16),
+    ((1, LENGTH, 8, 100), 1, jnp.float32),
+    ((2, 3, LENGTH, 100), 2, jnp.bfloat16),
+    ((7, LENGTH, 11), 1, jnp.float32),
+    ((1, LENGTH, 2, 128), 1, jnp.int8),
+    ((LENGTH, 200), 0, jnp.uint16),
+]
+
+
+@pytest.mark.parametrize("name", ["v5e:1x1", "v5p:2x2x1", "v6e:1x1"])
+@pytest.mark.parametrize(("shape", "axis", "dtype"), SHAPES, ids=str)
+def test_the_copy_of_any_shape_is_in_the_layout_it_has(shape, axis, dtype, name):
+    report = audit.compile_for(
+        name, lambda x: restore(x, Zigzag(RANKS), axis=axis), jax.ShapeDtypeStruct(shape, dtype)
+    )
+    report.require(gathers=0, copies=0, custom_calls=1, temp_bytes_at_most=0)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_local_moves_inside_a_manual_region(check_vma, topology):
     mesh = topology.mesh({"data": 16, "context": 8})

@@ -8,6 +8,7 @@ temporary memory, one operation. `plan` says which arrays it can take; what it r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -30,28 +31,29 @@ DTYPES = frozenset({"float32", "bfloat16", "int32", "uint32", "int16", "uint16",
 class Plan:
     """How an array is copied: over which view of it, and in blocks of which shape.
 
-    A view has the array's dimensions, those of size 1 left out, and the sequence last where
-    `sequence_last`: where the last dimension does not fill the 128 lanes, XLA lays the array out
-    so, and the view is free.
+    `order` lists the array's dimensions in the order of the view, those of size 1 left out; it is
+    the order that XLA lays them out in, so the view is free.
     """
 
+    order: tuple[int, ...]
     view: tuple[int, ...]
     axis: int
-    sequence_last: bool
     block: tuple[int, ...]
 
 
 def plan(shape: tuple[int, ...], axis: int, dtype: Any, chunk_length: int) -> Plan | None:
     """How to copy an array whose chunks along `axis` are permuted, or None where it cannot be.
 
-    | the array, axes of size 1 aside     | blocks                                             |
-    | ----------------------------------- | -------------------------------------------------- |
-    | sequence last: [.., S]              | [.., rows, part of a chunk in multiples of 128]    |
-    | [.., S, D], D a multiple of 128     | [.., part of a chunk in multiples of 8 to 32, D]   |
-    | [.., S, D], D any other             | as sequence last, over the view [.., D, S]         |
-    | [.., S, .., H, D], D as above       | [.., part of a chunk, .., H, D]                    |
-    | [.., S, .., H, D], D any other      | none: XLA's layout of it is not known              |
-    | chunks or dtypes that do not tile   | none                                               |
+    It cannot where the chunks do not tile as the sequence then lies, with one dimension alone,
+    and with a dtype that is not in `DTYPES`. Where the sequence lies:
+
+    | the array, axes of size 1 aside     | in memory, major to minor | a chunk in multiples of |
+    | ----------------------------------- | ------------------------- | ----------------------- |
+    | [B, S], B a multiple of 8           | [B, S]                    | 128                     |
+    | [S, D], D a multiple of 128         | [S, D]                    | 8 to 32, by dtype       |
+    | [H, S, D], D any other              | [H, D, S]                 | 128                     |
+    | [S, H, D], D and H fill their tiles | [S, H, D]                 | 1                       |
+    | [S, H, D], H does not               | [H, S, D]                 | 8 to 32                 |
 
     >>> plan((1, 16, 4096, 192), 2, jnp.bfloat16, 512).block
     (8, 192, 512)
@@ -62,21 +64,34 @@ def plan(shape: tuple[int, ...], axis: int, dtype: Any, chunk_length: int) -> Pl
     if dtype.name not in DTYPES or 0 in shape:
         return None
     kept = [d for d, size in enumerate(shape) if size > 1 or d == axis]
-    view, axis = [shape[d] for d in kept], kept.index(axis)
-    lanes_filled = view[-1] % 128 == 0 and axis < len(view) - 1
-    sequence_last = not lanes_filled and axis == len(view) - 2
-    if sequence_last:
-        view[axis], view[axis + 1] = view[axis + 1], view[axis]
-        axis += 1
-    if not lanes_filled and axis < len(view) - 1:
+    if len(kept) == 1:
         return None
-    if len(view) == 1:
-        return None
-    block = _block(view, axis, dtype.itemsize, chunk_length)
-    return None if block is None else Plan(tuple(view), axis, sequence_last, block)
+    order = _as_laid_out(shape, kept, dtype.itemsize)
+    view, place = tuple(shape[d] for d in order), order.index(axis)
+    block = _block(view, place, dtype.itemsize, chunk_length)
+    return None if block is None else Plan(order, view, place, block)
 
 
-def _block(view: list[int], axis: int, itemsize: int, chunk_length: int) -> tuple[int, ...] | None:
+def _as_laid_out(shape: tuple[int, ...], kept: list[int], itemsize: int) -> tuple[int, ...]:
+    """The dimensions from major to minor, as XLA lays an array out on a TPU.
+
+    The two that fill tiles of 8 rows of 128 with the least padding are last; of equals, those that
+    came latest. Tiles of 4, 2 or 1 rows are for arrays with no more, in rows of 4 bytes at least.
+    """
+
+    def padding(pair: tuple[int, int]) -> float:
+        rows, lanes = shape[pair[0]], shape[pair[1]]
+        tile = next((tile for tile in (1, 2, 4) if rows <= tile and tile * itemsize >= 4), 8)
+        return -(-rows // tile) * tile / rows * (-(-lanes // 128) * 128 / lanes)
+
+    latest_first = sorted(itertools.permutations(kept, 2), key=lambda pair: (-pair[1], -pair[0]))
+    pair = min(latest_first, key=padding)
+    return (*(d for d in kept if d not in pair), *pair)
+
+
+def _block(
+    view: tuple[int, ...], axis: int, itemsize: int, chunk_length: int
+) -> tuple[int, ...] | None:
     """The largest block, minor dimensions first, that the compiler and its memory take."""
     rows = 8 * max(1, 4 // itemsize)
     choices = []
@@ -110,11 +125,8 @@ def copy_blocks(
     from jax.experimental.pallas import tpu as pltpu
 
     shape, axis, block = x.shape, planned.axis, planned.block
-    if planned.sequence_last:
-        *before, features, length = planned.view
-        x = x.reshape(*before, length, features).swapaxes(axis - 1, axis)
-    else:
-        x = x.reshape(planned.view)
+    kept = sorted(planned.order)
+    x = x.reshape([shape[d] for d in kept]).transpose([kept.index(d) for d in planned.order])
     parts = planned.view[axis] // len(sources) // block[axis]  # blocks in a chunk
 
     def source(*indices: Any) -> tuple[Any, ...]:
@@ -134,9 +146,7 @@ def copy_blocks(
         out_shape=jax.typeof(x),
         interpret=interpret,
     )(jnp.asarray(sources, jnp.int32), x)
-    if planned.sequence_last:
-        copied = copied.swapaxes(axis - 1, axis)
-    return copied.reshape(shape)
+    return copied.transpose([planned.order.index(d) for d in kept]).reshape(shape)
 
 
 def _copy(_: Any, source: Any, target: Any) -> None:
