@@ -172,7 +172,7 @@ def test_work_shows_in_the_counts():
 
 def test_counts_are_what_the_kernel_visits(mesh_of, rng, monkeypatch):
     """The same rule on the host and on the device: counted from the lists the kernel made."""
-    from plait.attention import kernels
+    from plait.attention.kernels import blockwise as kernels
 
     visited = []
 
@@ -433,7 +433,7 @@ def test_explicit_arrays_without_an_axis_name(rng):
 
 
 def test_an_eager_call_traces_once(rng, monkeypatch):
-    from plait.attention import kernels
+    from plait.attention.kernels import blockwise as kernels
 
     q, k, v, _ = (jnp.asarray(x) for x in inputs(rng, 1, 16))
     first = plait.attention(q, k, v, Zigzag(2))
