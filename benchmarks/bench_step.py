@@ -26,7 +26,7 @@ import maxtext_layer
 import pages
 import peers
 import static
-from plait import ContextParallel, Zigzag, visible_pairs
+from plait import Causal, ContextParallel, Zigzag
 from plait.attention import count_blocks
 from plait.audit import Topology, compile_for, topology
 from plait.cli.arguments import UserError
@@ -122,7 +122,7 @@ def results_of(
     names: list[str], forms: list[str], target: Topology, tokens: int, ranks: int, progress: Any
 ) -> dict[str, Any]:
     """Everything that the table says, as plain data."""
-    pairs = int(visible_pairs(Zigzag(ranks), tokens).max())
+    pairs = int(Zigzag(ranks).work(tokens, Causal()).max())
     found: dict[str, Any] = {
         "topology": target.name,
         "ranks": ranks,

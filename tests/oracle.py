@@ -62,11 +62,29 @@ def lookahead(x, layout, by, fill, segment_ids=None):
     return out
 
 
-def visible(source_positions, segment_ids=None, causal=True):
+def sees(mask, q, k):
+    """Whether one query position sees one key position, from the words that define the mask."""
+    if isinstance(mask, plait.Causal):
+        return k <= q
+    if isinstance(mask, plait.SlidingWindow):
+        return k - q <= mask.right if k > q else q - k <= mask.left
+    if isinstance(mask, plait.Chunked):
+        return k // mask.size == q // mask.size
+    if isinstance(mask, plait.PrefixLM):
+        return k < mask.length or k <= q
+    if isinstance(mask, plait.Full):
+        return True
+    joined = all if type(mask).__name__ == "_Both" else any
+    return joined((sees(mask.one, q, k), sees(mask.other, q, k)))
+
+
+def visible(source_positions, segment_ids=None, causal=True, mask=None):
     """[batch, sequence, sequence]: whether a query (row) sees a key (column)."""
     at = np.atleast_2d(source_positions)
     seen = np.ones((at.shape[0], at.shape[1], at.shape[1]), bool)
-    if causal:
+    if mask is not None:
+        seen = np.array([[[sees(mask, q, k) for k in row] for q in row] for row in at.tolist()])
+    elif causal:
         seen = at[:, :, None] >= at[:, None, :]
     if segment_ids is not None:
         ids = np.atleast_2d(segment_ids)

@@ -10,7 +10,7 @@ from plait.context import ContextParallel
 from plait.exchange import all_gather, relayout, reorder, restore
 from plait.layout import Contiguous, HalfSwap, Layout, Placed, Striped, Zigzag
 from plait.lookahead import lookahead
-from plait.mask import Causal, Full, Mask, visible_pairs
+from plait.mask import Causal, Chunked, Full, Mask, PrefixLM, SlidingWindow
 from plait.padding import pad, unpad
 from plait.positions import segment_positions, source_positions
 from plait.reduce import sum_and_count
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Blockwise",
     "Causal",
+    "Chunked",
     "ContextParallel",
     "Contiguous",
     "Full",
@@ -28,6 +29,8 @@ __all__ = [
     "Layout",
     "Mask",
     "Placed",
+    "PrefixLM",
+    "SlidingWindow",
     "Striped",
     "Zigzag",
     "all_gather",
@@ -43,5 +46,4 @@ __all__ = [
     "source_positions",
     "sum_and_count",
     "unpad",
-    "visible_pairs",
 ]

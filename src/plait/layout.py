@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -35,6 +35,12 @@ def at_least_one(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} is {number}; it needs to be at least 1")
     return number
+
+
+class SeesKeys(Protocol):
+    """A mask, as far as counting its work goes."""
+
+    def keys_seen(self, segment_ids: np.ndarray) -> np.ndarray: ...
 
 
 class Layout(abc.ABC):
@@ -109,6 +115,34 @@ class Layout(abc.ABC):
         return tuple(
             (int(run[0]) * length, (int(run[-1]) + 1) * length) for run in np.split(chunks, breaks)
         )
+
+    def work(
+        self, sequence_length: int, mask: SeesKeys, segment_ids: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The attention work of each rank: exactly how many (query, key) pairs its queries see.
+
+        Args:
+          sequence_length: tokens in the sequence.
+          mask: the mask, such as `plait.Causal()`.
+          segment_ids: integers in source order, [sequence] or [batch, sequence], whose rows add
+            up; 0 is padding. None: one document.
+
+        Returns:
+          int64 [ranks].
+
+        >>> from plait import Causal
+        >>> Contiguous(2).work(8, Causal()).tolist(), Zigzag(2).work(8, Causal()).tolist()
+        ([10, 26], [18, 18])
+        """
+        length = self.check_length(sequence_length)
+        ids = np.ones(length, np.int32) if segment_ids is None else np.asarray(segment_ids)
+        if ids.shape[-1:] != (length,) or ids.ndim > 2:
+            raise ValueError(
+                f"segment_ids has shape {ids.shape}; it needs to be ({length},) or (batch, "
+                f"{length})"
+            )
+        seen = sum(mask.keys_seen(row) for row in np.atleast_2d(ids))
+        return np.asarray(seen)[self.positions(length)].reshape(self.ranks, -1).sum(axis=1)
 
     def padded_length(self, sequence_length: int) -> int:
         """The smallest length this layout accepts that holds `sequence_length` tokens.

@@ -1,127 +1,278 @@
 """Masks: which keys a query sees, as functions of source positions and segment ids.
 
-Never of slots: the same mask is then right in every layout. A mask also bounds a block of queries
-against a block of keys from their smallest and largest positions, and counts exactly.
+Never of slots: the same mask is then right in every layout. What a query sees is a union of
+intervals of source positions, and everything follows from these: whether a query sees a key,
+whether a block of scores is empty, full or partial, and how many keys each query sees.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import operator
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from plait.layout import Layout
+from plait.layout import at_least_one
+
+Interval = tuple[Any, Any]
+"""The first and the last source position of the keys seen; None where there is no bound."""
+
+_FAR = 2**30
+"""Beyond every source position, and small enough for int32 sums with a window."""
 
 
 class Mask(abc.ABC):
-    """Which keys a query sees within its document."""
+    """Which keys a query sees within its document; `&` and `|` join masks.
+
+    A mask of one's own says its intervals:
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Sinks(Mask):
+    ...     count: int
+    ...     def intervals(self, q_positions, xp):
+    ...         return ((None, xp.minimum(q_positions, self.count - 1)),)
+    >>> mask = SlidingWindow(1) | Sinks(1)
+    >>> mask.visible(np.arange(4)[:, None], np.arange(4)).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 0, 1, 1]])
+    """
 
     @abc.abstractmethod
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        """The intervals of source positions, ends included, whose union a query sees.
+
+        Args:
+          q_positions: int32 of any shape.
+          xp: numpy or jax.numpy, whichever the positions belong to.
+
+        Returns:
+          Pairs (first, last), each of the shape of `q_positions`, or None for no bound. Both ends
+          must never fall as the position of the query rises: blocks are bounded by their ends.
+        """
+
     def visible(self, q_positions: Any, k_positions: Any) -> Any:
         """Whether a query at one source position sees a key at another; arrays broadcast."""
+        return _any(
+            _inside(k_positions, k_positions, first, last)
+            for first, last in self.intervals(q_positions, _namespace(q_positions))
+        )
 
-    @abc.abstractmethod
     def may_see(self, q_least: Any, q_most: Any, k_least: Any, k_most: Any) -> Any:
         """False only where no query within these positions sees a key within those."""
+        ends = zip(*(self._ends(q) for q in (q_least, q_most)), strict=True)
+        return _any(_inside(k_most, k_least, low[0], high[1]) for low, high in ends)
 
-    @abc.abstractmethod
+    def sees_all(self, q_least: Any, q_most: Any, k_least: Any, k_most: Any) -> Any:
+        """True only where every query within these positions sees every key within those."""
+        ends = zip(*(self._ends(q) for q in (q_least, q_most)), strict=True)
+        return _any(_inside(k_least, k_most, high[0], low[1]) for low, high in ends)
+
+    def _ends(self, q_positions: Any) -> tuple[Interval, ...]:
+        return self.intervals(q_positions, _namespace(q_positions))
+
     def keys_seen(self, segment_ids: np.ndarray) -> np.ndarray:
-        """How many keys each query sees: int64, in the source order of the ids [sequence]."""
+        """How many keys each query sees: int64, in the source order of the ids [sequence].
+
+        >>> (Causal() & Chunked(4)).keys_seen(np.array([1, 1, 1, 1, 1, 2, 2, 0])).tolist()
+        [1, 2, 3, 4, 1, 1, 2, 0]
+        """
+        ids = np.asarray(segment_ids)
+        length, positions = ids.size, np.arange(ids.size)
+        _, document = np.unique(ids, return_inverse=True)
+        members = np.sort(document * (length + 1) + positions)
+
+        def members_to(position: Any) -> Any:
+            """How many tokens of each query's document lie at or before a position."""
+            inside = np.clip(position, -1, length - 1)
+            return np.searchsorted(members, document * (length + 1) + inside, side="right")
+
+        intervals = self.intervals(positions, np)
+        firsts = np.stack([np.broadcast_to(0 if a is None else a, ids.shape) for a, _ in intervals])
+        lasts = np.stack(
+            [np.broadcast_to(length if b is None else b, ids.shape) for _, b in intervals]
+        )
+        order = np.argsort(firsts, axis=0)
+        seen, reached = np.zeros(length, np.int64), np.full(length, -1)
+        for first, last in zip(
+            np.take_along_axis(firsts, order, 0), np.take_along_axis(lasts, order, 0), strict=True
+        ):
+            first = np.maximum(first, reached + 1)
+            seen += np.maximum(members_to(last) - members_to(first - 1), 0)
+            reached = np.maximum(reached, last)
+        return np.where(ids == 0, 0, seen)
+
+    def __and__(self, other: Mask) -> Mask:
+        return _Both(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return _Either(self, other) if isinstance(other, Mask) else NotImplemented
+
+
+def _namespace(x: Any) -> ModuleType:
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _inside(left: Any, right: Any, first: Any, last: Any) -> Any:
+    """first <= left and right <= last, where there are bounds."""
+    if first is None:
+        return True if last is None else right <= last
+    return left >= first if last is None else (left >= first) & (right <= last)
+
+
+def _any(parts: Any) -> Any:
+    found: Any = False
+    for part in parts:
+        if part is True:
+            return True
+        found = part if found is False else found | part
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
     """A query sees the keys at its own and earlier source positions.
 
-    >>> import numpy as np
     >>> Causal().keys_seen(np.array([1, 1, 1, 2, 2, 0])).tolist()
     [1, 2, 3, 1, 2, 0]
     """
 
-    def visible(self, q_positions: Any, k_positions: Any) -> Any:
-        return k_positions <= q_positions
-
-    def may_see(self, q_least: Any, q_most: Any, k_least: Any, k_most: Any) -> Any:
-        return k_least <= q_most
-
-    def keys_seen(self, segment_ids: np.ndarray) -> np.ndarray:
-        order = np.argsort(segment_ids, kind="stable")
-        in_order = segment_ids[order]
-        starts = np.flatnonzero(np.diff(in_order, prepend=in_order[0] - 1))
-        lengths = np.diff(starts, append=in_order.size)
-        seen = np.empty(segment_ids.size, np.int64)
-        seen[order] = np.arange(in_order.size) - np.repeat(starts, lengths) + 1
-        return np.where(segment_ids == 0, 0, seen)
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        return ((None, q_positions),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
     """A query sees every key of its document.
 
-    >>> import numpy as np
     >>> Full().keys_seen(np.array([1, 1, 1, 2, 2, 0])).tolist()
     [3, 3, 3, 2, 2, 0]
     """
 
-    def visible(self, q_positions: Any, k_positions: Any) -> Any:
-        return True
-
-    def may_see(self, q_least: Any, q_most: Any, k_least: Any, k_most: Any) -> Any:
-        return True
-
-    def keys_seen(self, segment_ids: np.ndarray) -> np.ndarray:
-        _, which, counts = np.unique(segment_ids, return_inverse=True, return_counts=True)
-        return np.where(segment_ids == 0, 0, counts[which])
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        return ((None, None),)
 
 
-def visible_pairs(
-    layout: Layout,
-    sequence_length: int,
-    mask: Mask | None = None,
-    segment_ids: np.ndarray | None = None,
-) -> np.ndarray:
-    """The attention work of each rank: exactly how many (query, key) pairs its queries see.
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """A query sees itself, the `left` keys before it and the `right` keys after it.
 
-    Args:
-      layout: the layout.
-      sequence_length: tokens in the sequence.
-      mask: the mask; Causal() by default.
-      segment_ids: integers in source order, [sequence] or [batch, sequence], whose rows add up;
-        0 is padding. None: one document.
+    What is often called a window of w tokens is `SlidingWindow(w - 1)`.
 
-    Returns:
-      int64 [ranks].
-
-    >>> from plait import Contiguous, Zigzag
-    >>> visible_pairs(Contiguous(2), 8).tolist(), visible_pairs(Zigzag(2), 8).tolist()
-    ([10, 26], [18, 18])
+    >>> SlidingWindow(1).keys_seen(np.array([1, 1, 1, 2, 2, 0])).tolist()
+    [1, 2, 2, 1, 2, 0]
     """
-    mask = Causal() if mask is None else mask
-    length = layout.check_length(sequence_length)
-    ids = np.ones(length, np.int32) if segment_ids is None else np.asarray(segment_ids)
-    if ids.shape[-1:] != (length,) or ids.ndim > 2:
-        raise ValueError(
-            f"segment_ids has shape {ids.shape}; it needs to be ({length},) or (batch, {length})"
+
+    left: int
+    right: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            object.__setattr__(self, name, _tokens(name, getattr(self, name)))
+
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        return ((q_positions - self.left, q_positions + self.right),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Mask):
+    """A query sees the keys of its own chunk: of `size` source positions, from position 0 on.
+
+    Causal within chunks is `Causal() & Chunked(size)`.
+
+    >>> Chunked(2).keys_seen(np.array([1, 1, 1, 2, 2, 0])).tolist()
+    [2, 2, 1, 1, 1, 0]
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", at_least_one("size", self.size))
+
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        first = q_positions - xp.remainder(q_positions, np.int32(self.size))
+        return ((first, first + (self.size - 1)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixLM(Mask):
+    """A query sees the first `length` source positions, and itself and all keys before it.
+
+    The prefix is one of the sequence, not of each packed document.
+
+    >>> PrefixLM(2).keys_seen(np.array([1, 1, 1, 2, 2, 0])).tolist()
+    [2, 2, 3, 1, 2, 0]
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", _tokens("length", self.length))
+
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        return ((None, xp.maximum(q_positions, np.int32(self.length - 1))),)
+
+
+def _tokens(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it needs to be an integer of tokens") from None
+    if not 0 <= number <= _FAR:
+        nearest = min(max(number, 0), _FAR)
+        raise ValueError(f"{name} is {number}; it needs to be 0 to {_FAR}, such as {nearest}")
+    return number
+
+
+@dataclasses.dataclass(frozen=True)
+class _Both(Mask):
+    one: Mask
+    other: Mask
+
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        ours, theirs = (m.intervals(q_positions, xp) for m in (self.one, self.other))
+        return tuple(
+            (_bound(xp.maximum, a, c), _bound(xp.minimum, b, d)) for a, b in ours for c, d in theirs
         )
-    positions = layout.positions(length)
-    seen = sum(mask.keys_seen(row) for row in np.atleast_2d(ids))
-    return np.asarray(seen)[positions].reshape(layout.ranks, -1).sum(axis=1)
+
+    def __repr__(self) -> str:
+        return f"{self.one!r} & {self.other!r}"
 
 
-_FAR = np.iinfo(np.int32).max
+def _bound(tighter: Any, a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else tighter(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Either(Mask):
+    one: Mask
+    other: Mask
+
+    def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
+        return (*self.one.intervals(q_positions, xp), *self.other.intervals(q_positions, xp))
+
+    def __repr__(self) -> str:
+        return f"({self.one!r} | {self.other!r})"
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockBounds:
-    """The least and most source position and segment id in each block; padding does not count."""
+    """The least and most source position and segment id in each block; padding does not count.
+
+    `padded` says where a block holds padding.
+    """
 
     least: Any
     most: Any
     least_id: Any
     most_id: Any
+    padded: Any
 
     @classmethod
     def of(cls, positions: Any, segment_ids: Any, block: int, xp: ModuleType) -> BlockBounds:
@@ -132,16 +283,31 @@ class BlockBounds:
         return cls(
             xp.where(real, positions, _FAR).min(axis=-1),
             xp.where(real, positions, -1).max(axis=-1),
-            xp.where(real, ids, _FAR).min(axis=-1),
-            xp.where(real, ids, -_FAR).max(axis=-1),
+            xp.where(real, ids, np.iinfo(np.int32).max).min(axis=-1),
+            xp.where(real, ids, -np.iinfo(np.int32).max).max(axis=-1),
+            ~real.all(axis=-1),
         )
+
+    def along(self, dimension: int) -> BlockBounds:
+        """With a dimension of size 1 inserted, to broadcast against other blocks."""
+        index = (..., slice(None), None) if dimension == -1 else (..., None, slice(None))
+        return BlockBounds(*(getattr(self, f.name)[index] for f in dataclasses.fields(self)))
 
 
 def block_map(mask: Mask, q: BlockBounds, k: BlockBounds) -> Any:
     """Which blocks must be computed: bool [q blocks, k blocks], False only for empty ones."""
-    q_least, q_most = q.least[..., :, None], q.most[..., :, None]
-    k_least, k_most = k.least[..., None, :], k.most[..., None, :]
-    same_document = (q.least_id[..., :, None] <= k.most_id[..., None, :]) & (
-        k.least_id[..., None, :] <= q.most_id[..., :, None]
+    q, k = q.along(-1), k.along(-2)
+    same_document = (q.least_id <= k.most_id) & (k.least_id <= q.most_id)
+    return same_document & mask.may_see(q.least, q.most, k.least, k.most)
+
+
+def full_blocks(mask: Mask, q: BlockBounds, k: BlockBounds) -> Any:
+    """Which blocks need no mask: bool [q blocks, k blocks], True only where every pair is seen."""
+    q, k = q.along(-1), k.along(-2)
+    one_document = (q.least_id == k.most_id) & (k.least_id == q.most_id)
+    return (
+        one_document
+        & (q.least_id == q.most_id)
+        & ~(q.padded | k.padded)
+        & mask.sees_all(q.least, q.most, k.least, k.most)
     )
-    return same_document & mask.may_see(q_least, q_most, k_least, k_most)

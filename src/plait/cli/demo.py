@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from plait import Layout, count_blocks, visible_pairs
+from plait import Causal, Layout, count_blocks
 from plait.cli import text
 from plait.cli.arguments import LAYOUTS, UserError, integer, names, require_extra
 from plait.cli.devices import start_on_cpu
@@ -216,7 +216,7 @@ def _measure(
             measured[name] = Measured(
                 run=result,
                 difference=_difference(result, reference),
-                pairs=np.array([visible_pairs(layout, length, segment_ids=row) for row in ids]),
+                pairs=np.array([layout.work(length, Causal(), row) for row in ids]),
                 blocks=blocks,
                 blocks_of_rank=blocks_of_rank,
                 alone=time_ranks(layout, ids[:ROWS_TIMED_ALONE], devices[0]),

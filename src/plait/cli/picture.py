@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plait import Causal, Layout, visible_pairs
+from plait import Causal, Layout
 
 INK, FAINT = "#222222", "#8a8a8a"
 
@@ -102,7 +102,7 @@ def _number_runs(axes: Any, layout: Layout, segment_ids: np.ndarray, height: flo
 
 
 def _draw_bars(axes: Any, layout: Layout, segment_ids: np.ndarray, colors: np.ndarray) -> None:
-    work = visible_pairs(layout, segment_ids.size, segment_ids=segment_ids) / 1e6
+    work = layout.work(segment_ids.size, Causal(), segment_ids) / 1e6
     mean = work.mean()
     axes.bar(np.arange(layout.ranks), work, color=colors)
     axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
