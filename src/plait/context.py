@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from plait import exchange, padding
-from plait.attention import Blockwise, attention
+from plait.attention import Blockwise, Strategy, attention
 from plait.layout import Layout
 from plait.lookahead import lookahead
 from plait.mask import Mask
@@ -226,9 +226,11 @@ class ContextParallel:
         mask: Mask | None = None,
         segment_ids: jax.Array | None = None,
         source_positions: jax.Array | None = None,
-        strategy: Literal["all_gather"] = "all_gather",
+        strategy: Strategy = "all_gather",
         kernel: Blockwise | Literal["auto", "blockwise"] = "auto",
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
         mesh: AnyMesh | None = None,
         local: bool = False,
     ) -> jax.Array:
@@ -247,6 +249,8 @@ class ContextParallel:
             strategy=strategy,
             kernel=kernel,
             scale=scale,
+            softcap=softcap,
+            sinks=sinks,
             mesh=mesh,
             local=local,
         )

@@ -57,6 +57,16 @@ class Axes:
     def size(self) -> int:
         return math.prod(self.sizes)
 
+    def split(self) -> tuple[Axes, Axes]:
+        """The last axis, and those before it: neighbouring ranks, and the groups of these."""
+        return tuple(  # type: ignore[return-value]
+            Axes(names, sizes, tuple(name for name in self.mesh_names if name in names))
+            for names, sizes in (
+                (self.names[-1:], self.sizes[-1:]),
+                (self.names[:-1], self.sizes[:-1]),
+            )
+        )
+
     def rank(self) -> jax.Array:
         """This device's rank: int32 scalar. Only inside a manual region of these axes."""
         return lax.axis_index(self.names)

@@ -1,18 +1,15 @@
-"""Attention kernels: exact attention of some queries over some keys, given their positions.
-
-A kernel knows source positions and segment ids and nothing of meshes, ranks or slots.
-"""
+"""The kernel in pure JAX, which runs everywhere and which the others are held to."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from plait.attention.kernels.base import Scores, Tags, attend
 from plait.layout import at_least_one
 from plait.mask import BlockBounds, Mask, block_map
 from plait.mesh import as_varying
@@ -55,44 +52,41 @@ class Blockwise:
         mask: Mask,
         q_positions: jax.Array,
         k_positions: jax.Array,
-        q_segment_ids: jax.Array | None,
-        k_segment_ids: jax.Array | None,
+        q_segment_ids: jax.Array | None = None,
+        k_segment_ids: jax.Array | None = None,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Exact attention of the queries over the keys.
+        """(out, lse) as `Kernel.forward` says, with gradients in q, k and v."""
+        q_tags, k_tags = Tags(q_positions, q_segment_ids), Tags(k_positions, k_segment_ids)
+        return attend(self, Scores(mask, scale, softcap), q, k, v, q_tags, k_tags)
 
-        Args:
-          q: [batch, queries, heads, head_dim].
-          k: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
-          v: [batch, keys, kv_heads, v_head_dim].
-          q_positions, k_positions: int32 source positions, [batch, queries] and [batch, keys].
-          q_segment_ids, k_segment_ids: int32 of the same shapes, or both None.
+    def forward(
+        self, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, q_tags: Tags, k_tags: Tags
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Kernel.forward`."""
+        blocks = _Blocks.of(self, scores, q, k, q_tags, k_tags)
+        rows = (*blocks.queries(q), *blocks.keys(k, v), *blocks.tags)
+        out, lse = lax.map(lambda row: _row_forward(blocks, *row), rows)
+        return out[:, : q.shape[1]], lse[:, : q.shape[1]]
 
-        Returns:
-          (out, lse): out [batch, queries, heads, v_head_dim] in the dtype of q; the log of the
-          sum of exponentials, float32 [batch, queries, heads]. A query that sees nothing has out
-          0 and lse -inf. Both have gradients in q, k and v; there is no forward mode.
-        """
-        length, masks_ids = q.shape[1], q_segment_ids is not None
-        if q_segment_ids is None or k_segment_ids is None:
-            q_segment_ids = jnp.ones(q_positions.shape, jnp.int32)
-            k_segment_ids = jnp.ones(k_positions.shape, jnp.int32)
-        else:  # what padding holds, NaN too, must reach nobody
-            q = jnp.where((q_segment_ids != 0)[..., None, None], q, 0)
-            k = jnp.where((k_segment_ids != 0)[..., None, None], k, 0)
-            v = jnp.where((k_segment_ids != 0)[..., None, None], v, 0)
-        kernel = Blockwise(min(self.q_block, length), min(self.k_block, k.shape[1]))
-        q_pad, k_pad = -length % kernel.q_block, -k.shape[1] % kernel.k_block
-        queries = [_pad(x, q_pad) for x in (q, q_positions, q_segment_ids)]
-        keys = [_pad(x, k_pad) for x in (k, v, k_positions, k_segment_ids)]
-        names = {name for x in (*queries, *keys) for name in jax.typeof(x).mat.varying}
-        (q, q_pos, q_ids), (k, v, k_pos, k_ids) = (
-            [as_varying(x, names) for x in arrays] for arrays in (queries, keys)
-        )
-        masks_ids |= bool(q_pad or k_pad)
-        statics = _Statics(kernel.q_block, kernel.k_block, mask, scale, masks_ids)
-        out, lse = _attend(statics, q, k, v, q_pos, q_ids, k_pos, k_ids)
-        return out[:, :length], lse[:, :length]
+    def backward(
+        self,
+        scores: Scores,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        d_out: jax.Array,
+        lse: jax.Array,
+        delta: jax.Array,
+        q_tags: Tags,
+        k_tags: Tags,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `Kernel.backward`."""
+        blocks = _Blocks.of(self, scores, q, k, q_tags, k_tags)
+        rows = (*blocks.queries(q, d_out, lse, delta), *blocks.keys(k, v), *blocks.tags)
+        d_q, d_k, d_v = lax.map(lambda row: _row_backward(blocks, *row), rows)
+        return d_q[:, : q.shape[1]], d_k[:, : k.shape[1]], d_v[:, : k.shape[1]]
 
 
 def _fit(at_most: int, chunk: int) -> int:
@@ -102,53 +96,49 @@ def _fit(at_most: int, chunk: int) -> int:
     return at_most
 
 
-def _pad(x: jax.Array, count: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2)) if count else x
+class _Blocks(NamedTuple):
+    """How the tokens of a call fall into blocks, and what tells them apart."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Statics:
+    scores: Scores
     q_block: int
     k_block: int
-    mask: Mask
-    scale: float
     masks_ids: bool
+    tags: tuple[jax.Array, ...]
+    """Positions and segment ids of queries and of keys, padded: int32 [batch, sequence]."""
+
+    @classmethod
+    def of(
+        cls, kernel: Blockwise, scores: Scores, q: Any, k: Any, q_tags: Tags, k_tags: Tags
+    ) -> _Blocks:
+        q_block, k_block = min(kernel.q_block, q.shape[1]), min(kernel.k_block, k.shape[1])
+        masks_ids = q_tags.segment_ids is not None or q.shape[1] % q_block + k.shape[1] % k_block
+        tags = []
+        for given, block in ((q_tags, q_block), (k_tags, k_block)):
+            ids = given.segment_ids
+            ids = jnp.ones(given.positions.shape, jnp.int32) if ids is None else ids
+            tags += [_padded(x, block) for x in (given.positions, ids)]
+        names = {name for x in (q, k, *tags) for name in jax.typeof(x).mat.varying}
+        tags = [as_varying(x, names) for x in tags]
+        return cls(scores, q_block, k_block, bool(masks_ids), tuple(tags))
+
+    def queries(self, *arrays: jax.Array) -> list[jax.Array]:
+        return [_padded(x, self.q_block) for x in arrays]
+
+    def keys(self, *arrays: jax.Array) -> list[jax.Array]:
+        return [_padded(x, self.k_block) for x in arrays]
+
+
+def _padded(x: jax.Array, block: int) -> jax.Array:
+    count = -x.shape[1] % block
+    return jnp.pad(x, [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2)) if count else x
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array, value: float = 0) -> jax.Array:
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(like).mat.varying)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(statics: _Statics, q: Any, k: Any, v: Any, *data: Any) -> tuple[jax.Array, jax.Array]:
-    return _attend_forward(statics, q, k, v, *data)[0]
-
-
-def _attend_forward(statics: _Statics, q: Any, k: Any, v: Any, *data: Any) -> tuple:
-    out, lse = lax.map(lambda row: _row_forward(statics, *row), (q, k, v, *data))
-    return (out, lse), (q, k, v, out, lse, *data)
-
-
-def _attend_backward(statics: _Statics, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, out, lse, *data = saved
-    d_out, d_lse = cotangents
-    if statics.masks_ids:  # a loss may be undefined where there is no token; it must not spread
-        real = data[1] != 0
-        d_out, d_lse = (
-            jnp.where(real[..., None, None], d_out, 0),
-            jnp.where(real[..., None], d_lse, 0),
-        )
-    delta = jnp.einsum("bshd,bshd->bsh", out, d_out, preferred_element_type=jnp.float32) - d_lse
-    rows = (q, k, v, d_out, lse, delta, *data)
-    gradients = lax.map(lambda row: _row_backward(statics, *row), rows)
-    return (*gradients, *[None] * len(data))
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
 def _row_forward(
-    s: _Statics, q: Any, k: Any, v: Any, q_pos: Any, q_ids: Any, k_pos: Any, k_ids: Any
+    s: _Blocks, q: Any, k: Any, v: Any, q_pos: Any, q_ids: Any, k_pos: Any, k_ids: Any
 ) -> tuple[jax.Array, jax.Array]:
     """One row of the batch: [sequence, heads, head_dim] and so on."""
     group = q.shape[1] // k.shape[1]
@@ -162,7 +152,7 @@ def _row_forward(
         def one_k_block(i: Any, carry: tuple) -> tuple:
             peak, total, acc = carry
             k, v, k_pos, k_ids = _at(order[i], keys, values, *key_tags)
-            scores = _scores(s, q, k, q_pos, q_ids, k_pos, k_ids)
+            scores, _ = _scores(s, q, k, q_pos, q_ids, k_pos, k_ids)
             new_peak = jnp.maximum(peak, scores.max(axis=-1))
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             p = jnp.exp(scores - shift[..., None])
@@ -178,7 +168,7 @@ def _row_forward(
         peak, total, acc = lax.fori_loop(0, count, one_k_block, start)
         out = acc / jnp.where(total == 0, 1.0, total)[..., None]
         lse = jnp.where(peak == -jnp.inf, 0.0, peak) + jnp.log(total)
-        return out.astype(q.dtype), lse
+        return out, lse
 
     order, counts = _visits(s, q_pos, q_ids, k_pos, k_ids)
     q_blocks = _grouped(_blocks(q, s.q_block), group)
@@ -188,13 +178,13 @@ def _row_forward(
 
 
 def _row_backward(
-    s: _Statics,
+    s: _Blocks,
     q: Any,
-    k: Any,
-    v: Any,
     d_out: Any,
     lse: Any,
     delta: Any,
+    k: Any,
+    v: Any,
     q_pos: Any,
     q_ids: Any,
     k_pos: Any,
@@ -211,10 +201,10 @@ def _row_backward(
             d_q, d_k, d_v = carry
             j = order[i]
             k, v, k_pos, k_ids = _at(j, keys, values, *key_tags)
-            scores = _scores(s, q, k, q_pos, q_ids, k_pos, k_ids)
+            scores, slope = _scores(s, q, k, q_pos, q_ids, k_pos, k_ids)
             p = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - lse[..., None]))
             d_p = _dot("hqd,htd->hqt", d_out, v)
-            d_s = (p * (d_p - delta[..., None]) * s.scale).astype(q.dtype)
+            d_s = (p * (d_p - delta[..., None]) * slope).astype(q.dtype)
             d_q = d_q + _dot("hqt,htd->hqd", d_s, k)
             d_k = _add_at(d_k, j, _dot("hqt,hqd->htd", d_s, q))
             d_v = _add_at(d_v, j, _dot("hqt,hqd->htd", p.astype(d_out.dtype), d_out))
@@ -222,7 +212,7 @@ def _row_backward(
 
         start = (_zeros(q.shape, jnp.float32, q), *carry)
         d_q, d_k, d_v = lax.fori_loop(0, count, one_k_block, start)
-        return (d_k, d_v), d_q.astype(q.dtype)
+        return (d_k, d_v), d_q
 
     order, counts = _visits(s, q_pos, q_ids, k_pos, k_ids)
     per_query = [_grouped(_blocks(x, s.q_block), group) for x in (q, d_out)]
@@ -232,15 +222,15 @@ def _row_backward(
     blocks = (*per_query, *per_row, *tags, order, counts)
     gradients: tuple = lax.scan(one_q_block, start, blocks)
     (d_k, d_v), d_q = gradients
-    return _joined(d_q, group), _unblocked(d_k).astype(k.dtype), _unblocked(d_v).astype(v.dtype)
+    return _joined(d_q, group), _unblocked(d_k), _unblocked(d_v)
 
 
 def _visits(
-    s: _Statics, q_pos: Any, q_ids: Any, k_pos: Any, k_ids: Any
+    s: _Blocks, q_pos: Any, q_ids: Any, k_pos: Any, k_ids: Any
 ) -> tuple[jax.Array, jax.Array]:
     """For each block of queries, the blocks of keys to visit, first in the list, and how many."""
     needed = block_map(
-        s.mask,
+        s.scores.mask,
         BlockBounds.of(q_pos, q_ids, s.q_block, jnp),
         BlockBounds.of(k_pos, k_ids, s.k_block, jnp),
     )
@@ -248,16 +238,19 @@ def _visits(
 
 
 def _scores(
-    s: _Statics, q: Any, k: Any, q_pos: Any, q_ids: Any, k_pos: Any, k_ids: Any
-) -> jax.Array:
-    """Scaled scores, float32 [kv_heads, group * q_block, k_block]; -inf where not visible."""
-    visible = s.mask.visible(q_pos[:, None], k_pos[None, :])
+    s: _Blocks, q: Any, k: Any, q_pos: Any, q_ids: Any, k_pos: Any, k_ids: Any
+) -> tuple[jax.Array, Any]:
+    """Scores, float32 [kv_heads, group * q_block, k_block], -inf where not visible.
+
+    And their slope, by which gradients go from the scores to the dot products.
+    """
+    scores, slope = s.scores.of(_dot("hqd,htd->hqt", q, k))
+    visible = s.scores.mask.visible(q_pos[:, None], k_pos[None, :])
     if s.masks_ids:
         visible &= (q_ids[:, None] == k_ids[None, :]) & (k_ids[None, :] != 0)
-    scores = _dot("hqd,htd->hqt", q, k) * s.scale
     visible = jnp.broadcast_to(visible, (s.q_block, s.k_block))
     visible = jnp.tile(visible, (q.shape[1] // s.q_block, 1))
-    return jnp.where(visible, scores, -jnp.inf)
+    return jnp.where(visible, scores, -jnp.inf), slope
 
 
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

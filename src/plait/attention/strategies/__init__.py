@@ -1,5 +1,25 @@
 """Strategies: how the queries of one rank meet the keys of all of them; no mask arithmetic."""
 
-from plait.attention.strategies.all_gather import all_gather_keys
+from collections.abc import Callable
 
-__all__ = ["all_gather_keys"]
+import jax
+
+from plait.attention.strategies.all_gather import all_gather
+from plait.attention.strategies.base import (
+    GATHERED_KEYS,
+    GATHERED_VALUES,
+    Shards,
+    Task,
+    Tokens,
+)
+from plait.attention.strategies.ring import ring
+from plait.attention.strategies.ulysses import ulysses, usp
+
+STRATEGIES: dict[str, Callable[[Task, Tokens], tuple[jax.Array, jax.Array]]] = {
+    "all_gather": all_gather,
+    "ring": ring,
+    "ulysses": ulysses,
+    "usp": usp,
+}
+
+__all__ = ["GATHERED_KEYS", "GATHERED_VALUES", "STRATEGIES", "Shards", "Task", "Tokens"]

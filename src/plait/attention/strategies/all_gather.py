@@ -1,37 +1,25 @@
-"""Strategies: how the queries of one rank meet the keys of all of them.
-
-A strategy moves keys and values and knows nothing of masks; what it moves carries a name for
-`jax.checkpoint` policies.
-"""
+"""The all-gather strategy: every rank gathers the keys and values of all."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from plait.attention.kernels import attend
+from plait.attention.strategies.base import GATHERED_KEYS, GATHERED_VALUES, Task, Tokens
 from plait.exchange import gather_shards
-from plait.mesh import Axes
-
-GATHERED_KEYS, GATHERED_VALUES = "plait_gathered_keys", "plait_gathered_values"
 
 
-def all_gather_keys(
-    k: jax.Array,
-    v: jax.Array,
-    k_positions: jax.Array,
-    k_segment_ids: jax.Array | None,
-    axes: Axes | None,
-) -> tuple[Any, Any, Any, Any]:
-    """Every rank's keys, values and what describes them, as they lie: [batch, sequence, ...].
+def all_gather(task: Task, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of this rank's queries.
 
-    The kernels take positions, so nothing is restored. The transpose is a reduce-scatter.
+    Keys are gathered as they lie, since kernels take positions. The transpose is a
+    reduce-scatter.
     """
-    if axes is None or axes.size == 1:
-        return k, v, k_positions, k_segment_ids
-    k = checkpoint_name(gather_shards(k, 1, axes.names), GATHERED_KEYS)
-    v = checkpoint_name(gather_shards(v, 1, axes.names), GATHERED_VALUES)
-    if k_segment_ids is not None:
-        k_segment_ids = gather_shards(k_segment_ids, 1, axes.names)
-    return k, v, k_positions, k_segment_ids
+    q, k, v, axes = tokens.q, tokens.k, tokens.v, task.shards.axes
+    if axes is not None and axes.size > 1:
+        k = checkpoint_name(gather_shards(k, 1, axes.names), GATHERED_KEYS)
+        v = checkpoint_name(gather_shards(v, 1, axes.names), GATHERED_VALUES)
+    data = tokens.positions, tokens.segment_ids, q.shape[0]
+    q_tags, k_tags = task.shards.tags(*data), task.shards.all_tags(*data)
+    return attend(task.kernel, task.scores, q, k, v, q_tags, k_tags)
