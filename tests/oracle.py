@@ -92,31 +92,43 @@ def visible(source_positions, segment_ids=None, causal=True, mask=None):
     return seen
 
 
-def attention(q, k, v, seen, scale=None, d_out=None):
-    """float64 attention and, given the gradient of the output, that of q, k and v."""
+def attention(q, k, v, seen, scale=None, d_out=None, softcap=None, sinks=None):
+    """float64 attention and, given the gradient of the output, that of q, k and v.
+
+    And of the sinks, where there are any: one more score in each head's softmax, without a value.
+    """
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
     keys, values = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-    scores = np.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    dots = np.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    scores = dots if softcap is None else softcap * np.tanh(dots / softcap)
+    slope = scale if softcap is None else scale * (1 - np.tanh(dots / softcap) ** 2)
     scores = np.where(seen[:, None], scores, -np.inf)
-    peak = scores.max(axis=-1, keepdims=True)
-    p = np.exp(scores - np.where(np.isinf(peak), 0, peak))
-    total = p.sum(axis=-1, keepdims=True)
-    p = p / np.where(total == 0, 1, total)
+    sink = np.full(q.shape[2], -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
+    sink = np.broadcast_to(sink[None, :, None, None], (*scores.shape[:3], 1))
+    peak = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+    peak = np.where(np.isinf(peak), 0, peak)
+    p, of_sink = np.exp(scores - peak), np.exp(sink - peak)
+    total = p.sum(axis=-1, keepdims=True) + of_sink
+    total = np.where(total == 0, 1, total)
+    p, of_sink = p / total, of_sink / total
     out = np.einsum("bhqk,bkhd->bqhd", p, values)
     if d_out is None:
         return out
     d_out = np.asarray(d_out).astype(np.float64)
     d_values = np.einsum("bhqk,bqhd->bkhd", p, d_out)
     d_p = np.einsum("bqhd,bkhd->bhqk", d_out, values)
-    d_scores = p * (d_p - (d_p * p).sum(axis=-1, keepdims=True)) * scale
+    mean = (d_p * p).sum(axis=-1, keepdims=True)
+    d_scores = p * (d_p - mean) * slope
     d_q = np.einsum("bhqk,bkhd->bqhd", d_scores, keys)
     d_keys = np.einsum("bhqk,bqhd->bkhd", d_scores, q)
     shape = (*k.shape[:2], k.shape[2], group)
     d_k = d_keys.reshape(*shape, -1).sum(axis=3)
     d_v = d_values.reshape(*shape, -1).sum(axis=3)
-    return out, d_q, d_k, d_v
+    if sinks is None:
+        return out, d_q, d_k, d_v
+    return out, d_q, d_k, d_v, -(of_sink * mean).sum(axis=(0, 2, 3))
 
 
 def same_bits(actual, wanted):

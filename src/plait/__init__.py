@@ -5,7 +5,14 @@ tokens between layouts without a gather, and keeps right what a reordered sequen
 Start at `ContextParallel`.
 """
 
-from plait.attention import Blockwise, attention, count_blocks
+from plait.attention import (
+    Blockwise,
+    Machine,
+    Shapes,
+    attention,
+    choose_strategy,
+    count_blocks,
+)
 from plait.context import ContextParallel
 from plait.exchange import all_gather, relayout, reorder, restore
 from plait.layout import Contiguous, HalfSwap, Layout, Placed, Striped, Zigzag
@@ -27,14 +34,17 @@ __all__ = [
     "Full",
     "HalfSwap",
     "Layout",
+    "Machine",
     "Mask",
     "Placed",
     "PrefixLM",
+    "Shapes",
     "SlidingWindow",
     "Striped",
     "Zigzag",
     "all_gather",
     "attention",
+    "choose_strategy",
     "count_blocks",
     "lookahead",
     "pad",

@@ -1,7 +1,17 @@
 """Attention over a sequence in any layout, sharded or not."""
 
+from plait.attention.cost import Choice, Machine, Shapes, choose_strategy
 from plait.attention.count import count_blocks
 from plait.attention.front import Strategy, attention
 from plait.attention.kernels import Blockwise
 
-__all__ = ["Blockwise", "Strategy", "attention", "count_blocks"]
+__all__ = [
+    "Blockwise",
+    "Choice",
+    "Machine",
+    "Shapes",
+    "Strategy",
+    "attention",
+    "choose_strategy",
+    "count_blocks",
+]

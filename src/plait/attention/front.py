@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from plait.attention.cost import Shapes, choose_strategy
 from plait.attention.kernels import Blockwise, Scores
 from plait.attention.strategies import STRATEGIES, Shards, Task, Tokens
 from plait.layout import Layout, Striped
@@ -35,7 +36,7 @@ from plait.mesh import (
 )
 from plait.tree import as_int32
 
-Strategy = Literal["all_gather", "ring", "ulysses", "usp"]
+Strategy = Literal["auto", "all_gather", "ring", "ulysses", "usp"]
 
 
 def attention(
@@ -81,7 +82,8 @@ def attention(
       strategy: how queries meet the keys of other ranks. "all_gather": every rank gathers all
         keys and values. "ring": they travel from rank to rank, two ranks' keys in memory at most.
         "ulysses": heads are dealt over the ranks, each of which then has all tokens of its heads.
-        "usp": heads over the last mesh axis of `axis_name`, a ring over those before it.
+        "usp": heads over the last mesh axis of `axis_name`, a ring over those before it. "auto":
+        the one with the least estimate of `plait.choose_strategy`, which says why.
       kernel: "blockwise" or a `Blockwise` with block sizes; "auto" is "blockwise".
       scale: of the scores before softmax; head_dim ** -0.5 by default.
       softcap: scores become softcap * tanh(score / softcap) before they are masked (Gemma 2).
@@ -206,14 +208,29 @@ class _Call:
         if real is not None:  # what padding holds, NaN too, must reach nobody
             q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
         task = Task(kernel, self.scores, Shards(self.layout, length, axes))
-        alone = axes is None or axes.size == 1
-        strategy = STRATEGIES["all_gather" if alone else self.strategy]
-        out, lse = strategy(task, Tokens(q, k, v, segment_ids, positions))
+        strategy = self.strategy
+        if axes is None or axes.size == 1:
+            strategy = "all_gather"
+        elif strategy == "auto":
+            strategy = self._cheapest(q, k, v, positions, length, axes)
+        out, lse = STRATEGIES[strategy](task, Tokens(q, k, v, segment_ids, positions))
         if sinks is not None:
             out = _with_sinks(out, lse, sinks)
         if real is not None:  # nor may the gradients of what padding gives
             out = jnp.where(real, out, 0)
         return out.astype(q.dtype)
+
+    def _cheapest(self, q: Any, k: Any, v: Any, positions: Any, length: int, axes: Axes) -> str:
+        batch, _, heads, head_dim = q.shape
+        shapes = Shapes(batch, heads, k.shape[2], head_dim, v.shape[3], q.dtype.itemsize)
+        return choose_strategy(
+            self.layout,
+            length,
+            shapes,
+            axis_sizes=axes.sizes,
+            mask=self.scores.mask,
+            positions_are_data=positions is not None,
+        ).strategy
 
 
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -293,8 +310,8 @@ def _check_strategy(
     strategy: str, q: Any, k: Any, names: tuple[str, ...], heads_over: int, axes: Axes | None
 ) -> None:
     """ValueError where a strategy cannot serve these heads or mesh axes."""
-    if strategy not in STRATEGIES:
-        known = ", ".join(map(repr, STRATEGIES))
+    if strategy not in ("auto", *STRATEGIES):
+        known = ", ".join(map(repr, ("auto", *STRATEGIES)))
         near = difflib.get_close_matches(str(strategy), STRATEGIES, 1, 0)[0]
         raise ValueError(f"strategy is {strategy!r}; it needs to be one of {known}: {near!r}?")
     if axes is None or axes.size == 1 or strategy not in ("ulysses", "usp"):

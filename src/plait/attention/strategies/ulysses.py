@@ -75,7 +75,7 @@ def group_layout(layout: Layout, size: int) -> Layout | None:
     """The layout of the tokens of groups of `size` ranks, each group's put in order, if any.
 
     >>> group_layout(Zigzag(8), 2)
-    Zigzag(ranks=4)
+    Zigzag(4)
     """
     groups = layout.ranks // size
     if isinstance(layout, Striped):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import oracle
 import plait
+from attention_inputs import assert_close, documents, inputs, with_gradients
 from errors import refused
 from hlo import collectives, operations, text
 from plait import (
@@ -25,40 +26,6 @@ from plait import (
 from test_layout import layouts
 
 SMALL = Blockwise(q_block=32, k_block=32)
-
-
-def documents(rng, batch, length):
-    """Segment ids in source order: documents of many lengths, then padding, differing by row."""
-    ids = np.zeros((batch, length), np.int32)
-    for row in range(batch):
-        cuts = np.sort(rng.choice(np.arange(1, length - 3), 4, replace=False))
-        ids[row] = 1 + np.searchsorted(cuts, np.arange(length), side="right")
-        ids[row, length - 3 - row :] = 0
-    return ids
-
-
-def inputs(rng, batch, length, heads=4, kv_heads=2, head_dim=8, v_head_dim=6, dtype=np.float32):
-    shapes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)]
-    return [rng.normal(size=(batch, length, *shape)).astype(dtype) for shape in shapes]
-
-
-def with_gradients(attend):
-    """(q, k, v, d_out, ...) -> out, d_q, d_k, d_v."""
-
-    def run(q, k, v, d_out, *rest):
-        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)
-        return out, *pull(d_out)
-
-    return run
-
-
-def assert_close(found, wanted, relative=2e-6):
-    """Every row to `relative` of the largest entry of the tensor; a NaN fails."""
-    for name, a, b in zip(("out", "d_q", "d_k", "d_v"), found, wanted, strict=True):
-        a = np.asarray(a).astype(np.float64)
-        np.testing.assert_allclose(
-            a, b, rtol=0, atol=relative * np.abs(b).max() + 1e-30, err_msg=name
-        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -449,7 +416,9 @@ def test_errors_name_what_is_wrong(mesh_of):
     refused(lambda: attend(x, x[:, :, :3], x[:, :, :3]), "4 heads and k has 3", "3 heads of q")
     refused(lambda: attend(x, x, x, segment_ids=jnp.ones((16,), int)), "(2, 16)")
     refused(lambda: attend(x, x, x, source_positions=jnp.ones((4,), int)), "(16,)")
-    refused(lambda: attend(x, x, x, strategy="ring"), "'ring'", "'all_gather'")
+    refused(lambda: attend(x, x, x, strategy="rnig"), "'rnig'", "'all_gather'", "'ring'?")
+    refused(lambda: attend(x, x, x, sinks=jnp.ones(3)), "sinks has shape (3,)", "4 heads")
+    refused(lambda: attend(x, x, x, softcap=-1), "softcap is -1.0", "above 0")
     refused(lambda: attend(x, x, x, kernel="splash"), "'splash'", "'blockwise'")
     refused(lambda: attend(x, x, x, mask="causal"), "'causal'", "Causal()", error=TypeError)
     refused(
