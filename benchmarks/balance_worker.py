@@ -225,6 +225,7 @@ def _timed(run: Callable[[], Any]) -> dict[str, float]:
 
 def main(spec: Spec) -> None:
     """Take the samples that the spec asks for and print each on a line of its own."""
+    parent = os.getppid()
     if spec.core is not None:
         os.sched_setaffinity(0, {spec.core})
     if spec.part == "processes":
@@ -232,6 +233,8 @@ def main(spec: Spec) -> None:
         jax.distributed.initialize(f"127.0.0.1:{spec.port}", spec.ranks[0], spec.process)
     for sample in (alone if spec.part == "alone" else sharded)(spec):
         print(json.dumps({"part": spec.part, **sample}), flush=True)
+        if os.getppid() != parent:  # whoever asked is gone, and a core is not to be kept busy
+            return
 
 
 if __name__ == "__main__":

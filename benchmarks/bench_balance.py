@@ -219,7 +219,8 @@ def groups(results: dict[str, Any]) -> Iterator[tuple[str, int, str, Rows]]:
                 rows = [
                     r for r in samples if (r["part"], r["ranks"], r["way"]) == (part, ranks, way)
                 ]
-                yield part, ranks, way, rows
+                if rows:
+                    yield part, ranks, way, rows
 
 
 def table(results: dict[str, Any]) -> str:
@@ -228,8 +229,8 @@ def table(results: dict[str, Any]) -> str:
     taken = ", ".join(f"{rounds[part]} of {PARTS[part]}" for part in PARTS if part in rounds)
     load = " and ".join(f"{x:.1f}" for x in results["load"])
     lines = [
-        f"Causal, one document of {results['tokens']:,} tokens, {results['heads']} heads over "
-        f"{results['kv_heads']} of keys and values, head dimension {results['head_dim']}, float32, "
+        f"Causal, one document of {results['tokens']:,} tokens, heads: "
+        f"{results['heads']} of queries, {results['kv_heads']} of keys and values, of dimension {results['head_dim']}, float32, "
         f"blocks of {results['block']}. {results['date']}, jax {results['jax']}, "
         f"{results['processor']}, {results['cores']} cores. Rounds: {taken}. Load average before "
         f"and after: {load}, of which about 1 or 2 is this benchmark.",
