@@ -230,8 +230,8 @@ def table(results: dict[str, Any]) -> str:
     load = " and ".join(f"{x:.1f}" for x in results["load"])
     lines = [
         f"Causal, one document of {results['tokens']:,} tokens, heads: "
-        f"{results['heads']} of queries, {results['kv_heads']} of keys and values, of dimension {results['head_dim']}, float32, "
-        f"blocks of {results['block']}. {results['date']}, jax {results['jax']}, "
+        f"{results['heads']} of queries, {results['kv_heads']} of keys and values, "
+        f"dimension {results['head_dim']}, float32, blocks of {results['block']}. {results['date']}, jax {results['jax']}, "
         f"{results['processor']}, {results['cores']} cores. Rounds: {taken}. Load average before "
         f"and after: {load}, of which about 1 or 2 is this benchmark.",
         "",

@@ -73,7 +73,7 @@ def test_the_table_and_the_verdict():
     assert "| 1.500 | 50% |" in text
     # No CPU time for the devices of one process: it is that of all their work.
     name = bench_balance.PARTS["devices"]
-    cells = "1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) | 1.873 |  |"
+    cells = "1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) | 1.874 |  |"
     assert f"| {name} | 8 | forward |  |  | {cells}" in text
     assert "| 2 | forward | contiguous | 3600 | 1000 3000 |" in text
     # Of half swap 3.0 / 3.0, 4.5 / 3.0 and 3.6 / 3.0.
