@@ -231,8 +231,9 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"Causal, one document of {results['tokens']:,} tokens, heads: "
         f"{results['heads']} of queries, {results['kv_heads']} of keys and values, "
-        f"dimension {results['head_dim']}, float32, blocks of {results['block']}. {results['date']}, jax {results['jax']}, "
-        f"{results['processor']}, {results['cores']} cores. Rounds: {taken}. Load average before "
+        f"dimension {results['head_dim']}, float32, blocks of {results['block']}. "
+        f"{results['date']}, jax {results['jax']}, {results['processor']}, {results['cores']} "
+        f"cores. Rounds: {taken}. Load average before "
         f"and after: {load}, of which about 1 or 2 is this benchmark.",
         "",
         "Contiguous over the layout, the busiest rank of each: medians of rounds, with quartiles.",
