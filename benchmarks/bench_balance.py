@@ -328,7 +328,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--head-dim", 64, 1024, "width of a head"),
         ("--block", 256, 4096, "most queries and most keys in a block of the kernel"),
         ("--rounds", 9, 1000, "most rounds; a round times every layout once"),
-        ("--seconds", 180, 36000, "no round begins later, but for the first three of a part"),
+        ("--seconds", 160, 36000, "no round begins later, but for the first three of a part"),
     ):
         parser.add_argument(
             flag, type=integer(flag, 1, most, works=value), default=value, metavar="N",
