@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         default=argparse.SUPPRESS,
         help="start N processes on this machine, with a share of the ranks each; with "
-        "--coordinator, how many there are in all",
+        "--distributed or --coordinator, how many there are in all",
     )
     group.add_argument(
         "--distributed",
@@ -135,8 +135,8 @@ def joined(
         )
     except ValueError as error:
         raise UserError(
-            f"{command}: jax.distributed.initialize() does not know this process's place "
-            f"({error}) and found no SLURM step, TPU pod, Kubernetes job or Open MPI: "
+            f"{command}: jax.distributed.initialize() found no SLURM step, TPU pod, Kubernetes job "
+            f"or Open MPI to tell this process its place ({str(error).rstrip('.')}): "
             "--coordinator HOST:PORT --processes N --process-id I works"
         ) from None
     try:
