@@ -498,6 +498,20 @@ MUTANTS = [
         "return cycles",
         "audit/test_hlo.py",
     ),
+    Mutant(
+        "an error that waits for the other processes",
+        "cli/processes.py",
+        "    os._exit(status)\n",
+        "    raise SystemExit(status)\n",
+        "cli/test_processes.py -k heartbeat",
+    ),
+    Mutant(
+        "a heartbeat that nobody set",
+        "cli/processes.py",
+        "            heartbeat_timeout_seconds=heartbeat_seconds,\n",
+        "",
+        "cli/test_processes.py -k heartbeat",
+    ),
 ]
 
 

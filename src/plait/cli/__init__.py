@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_command(commands)
     try:
         arguments = parser.parse_args(argv)
+        arguments.argv = sys.argv[1:] if argv is None else list(argv)
         return arguments.run(arguments)
     except UserError as error:
         print(error, file=sys.stderr)

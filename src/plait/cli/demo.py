@@ -1,6 +1,8 @@
-"""`plait demo`: train on real text, the sequence sharded over virtual devices in several layouts.
+"""`plait demo`: train on real text, the sequence sharded over devices in several layouts.
 
 All runs take the same steps from the same weights; what differs is which rank holds which token.
+The devices are virtual ones on the CPU, or those of several processes, which then all run this
+module; process 0 alone runs the reference, prints and writes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,7 @@ import jax
 import numpy as np
 
 from plait import Causal, Layout, count_blocks
-from plait.cli import text
+from plait.cli import processes, text
 from plait.cli.arguments import LAYOUTS, UserError, integer, names, require_extra
 from plait.cli.devices import start_on_cpu
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
     from plait.cli.train import Run
 
+COMMAND = "plait demo"
+DEFAULT_RANKS = 8
 DEFAULT_LAYOUTS = ("contiguous", "zigzag", "half-swap")
 REFERENCE = "one device"
 SHORTEST, LONGEST = 128, 65_536
@@ -93,9 +98,10 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=integer("--ranks", 2, 16, works=8),
-        default=8,
-        help="virtual CPU devices that the sequence is sharded over, 2 to 16",
+        type=integer("--ranks", 2, 16, works=DEFAULT_RANKS),
+        help="virtual CPU devices that the sequence is sharded over, 2 to 16 (default: "
+        f"{DEFAULT_RANKS}; with --distributed or --coordinator all devices of all processes)",
+        default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "--sequence-length",
@@ -132,19 +138,52 @@ def add_command(commands: Any) -> None:
         metavar="PATH",
         help="folder for demo.png and demo.json, or the picture's own name, *.png or *.svg",
     )
+    processes.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; 1 where the runs do not agree, and 0 otherwise."""
-    require_extra("plait demo", "demo", ("flax", "matplotlib", "optax", "rich"))
+    require_extra(COMMAND, "demo", ("flax", "matplotlib", "optax", "rich"))
+    if processes.joins(COMMAND, arguments):
+        place = (getattr(arguments, x, None) for x in ("coordinator", "processes", "process_id"))
+        with processes.joined(COMMAND, *place):
+            # A TPU multiplies float32 in bfloat16 otherwise: no runs would agree to TOLERANCE.
+            jax.config.update("jax_default_matmul_precision", "highest")
+            arguments.ranks = _all_devices(getattr(arguments, "ranks", None))
+            layouts, packed = _checked(arguments)
+            processes.check_same(COMMAND, "the text", packed.tokens.tobytes())
+            if jax.process_index() == 0:
+                return _lead(arguments, layouts, packed, jax.devices())
+            return _follow(arguments, layouts, packed, jax.devices())
+
+    arguments.ranks = getattr(arguments, "ranks", DEFAULT_RANKS)
+    layouts, packed = _checked(arguments)
+    if hasattr(arguments, "processes"):
+        each = processes.share(COMMAND, arguments.processes, arguments.ranks)
+        _picture_path(arguments.out)
+        program = [sys.executable, "-m", "plait.cli", *arguments.argv]
+        return processes.on_loopback(COMMAND, program, arguments.processes, each)
+    return _lead(arguments, layouts, packed, _cpu_devices(arguments.ranks))
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Layout], text.Packed]:
+    """Layouts by name, and the text; UserError where the arguments do not fit each other."""
     given = getattr(arguments, "layout", [DEFAULT_LAYOUTS])
     layouts: dict[str, Layout] = {
         name: LAYOUTS[name](arguments.ranks) for name in itertools.chain(*given)
     }
     _check_length(arguments.sequence_length, layouts)
-    packed = _packed(arguments.sequence_length, arguments.steps, arguments.seed)
-    devices = _cpu_devices(arguments.ranks)
+    return layouts, _packed(arguments.sequence_length, arguments.steps, arguments.seed)
+
+
+def _lead(
+    arguments: argparse.Namespace,
+    layouts: dict[str, Layout],
+    packed: text.Packed,
+    devices: list[Any],
+) -> int:
+    """All runs, and what comes of them: the part of one process, or of process 0."""
     picture_path = _picture_path(arguments.out)
 
     # Imported here, so that the checks above work without the demo's extra packages.
@@ -153,9 +192,14 @@ def run(arguments: argparse.Namespace) -> int:
     from plait.cli import picture
 
     console = Console()
+    if jax.process_count() > 1:
+        console.print(
+            f"Devices: {len(devices)} of {jax.process_count()} processes, {devices[0].platform}.",
+            highlight=False,
+        )
     _print_text(console, packed)
     reference, measured = _measure(console, packed, layouts, arguments.seed, devices)
-    _print_results(console, packed, reference, measured)
+    _print_results(console, packed, reference, measured, devices[0].platform)
 
     picture.draw(layouts, packed.segment_ids[0], picture_path)
     numbers_path = picture_path.with_suffix(".json")
@@ -174,6 +218,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _follow(
+    arguments: argparse.Namespace,
+    layouts: dict[str, Layout],
+    packed: text.Packed,
+    devices: list[Any],
+) -> int:
+    """The part of the other processes: the same runs, but for the reference on one device."""
+    from plait.cli.train import initial_weights, train
+
+    weights = initial_weights(arguments.seed)
+    for layout in layouts.values():
+        train(layout, packed.tokens, packed.segment_ids, weights, devices=devices)
+    return 0
+
+
 def _measure(
     console: Console,
     packed: text.Packed,
@@ -189,6 +248,7 @@ def _measure(
     ids = packed.segment_ids
     steps, length = ids.shape
     weights = initial_weights(seed)
+    own = [device for device in devices if device.process_index == jax.process_index()]
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     # Bars are drawn over and over; what is not a terminal gets a line when a run is done.
     is_live = console.is_terminal
@@ -201,7 +261,7 @@ def _measure(
                 packed.tokens,
                 ids,
                 weights,
-                devices=devices,
+                devices=own if layout is None else devices,
                 on_progress=lambda: progress.advance(task),
             )
             if not is_live:
@@ -219,7 +279,7 @@ def _measure(
                 pairs=np.array([layout.work(length, Causal(), row) for row in ids]),
                 blocks=blocks,
                 blocks_of_rank=blocks_of_rank,
-                alone=time_ranks(layout, ids[:ROWS_TIMED_ALONE], devices[0]),
+                alone=time_ranks(layout, ids[:ROWS_TIMED_ALONE], own[0]),
             )
     return reference, measured
 
@@ -278,6 +338,21 @@ def _packed(length: int, steps: int, seed: int) -> text.Packed:
     return packed
 
 
+def _all_devices(ranks: int | None) -> int:
+    """The number of devices of all processes; UserError unless it is that of the ranks."""
+    count = jax.device_count()
+    if count < 2:
+        raise UserError(
+            f"{COMMAND}: jax.distributed.initialize() gave {count} device; the sequence is sharded "
+            "over 2 or more: --processes 2, without --distributed and --coordinator, works"
+        )
+    if ranks not in (None, count):
+        raise UserError(
+            f"{COMMAND}: --ranks is {ranks}; all devices of all processes are ranks: {count} works"
+        )
+    return count
+
+
 def _cpu_devices(count: int) -> list[Any]:
     start_on_cpu(count)
     devices = jax.devices("cpu")
@@ -303,7 +378,11 @@ def _print_text(console: Console, packed: text.Packed) -> None:
 
 
 def _print_results(
-    console: Console, packed: text.Packed, reference: Run, measured: dict[str, Measured]
+    console: Console,
+    packed: text.Packed,
+    reference: Run,
+    measured: dict[str, Measured],
+    platform: str,
 ) -> None:
     from rich import box
     from rich.table import Table
@@ -335,11 +414,12 @@ def _print_results(
             f"{one.difference:.1e}",
         )
     console.print(results)
-    console.print(
-        "All virtual devices share this machine's cores, so seconds a step do not show balance; "
-        "the attention of one rank, timed alone (one layer, forward), does.\n",
-        highlight=False,
-    )
+    if platform == "cpu":
+        console.print(
+            "All virtual devices share this machine's cores, so seconds a step do not show "
+            "balance; the attention of one rank, timed alone (one layer, forward), does.\n",
+            highlight=False,
+        )
 
     steps = len(packed.tokens)
     console.print(
@@ -395,6 +475,7 @@ def _numbers(
     }
     return {
         "ranks": arguments.ranks,
+        "processes": jax.process_count(),
         "sequence_length": arguments.sequence_length,
         "steps": arguments.steps,
         "seed": arguments.seed,

@@ -110,7 +110,7 @@ def _draw_bars(axes: Any, layout: Layout, segment_ids: np.ndarray, colors: np.nd
     axes.text(
         1.01, mean, "mean", transform=axes.get_yaxis_transform(), va="center", color=INK, fontsize=9
     )
-    axes.set_xticks(np.arange(layout.ranks))
+    axes.set_xticks(np.arange(0, layout.ranks, -(-layout.ranks // 16)))
     axes.set_ylabel("work (million\nvisible pairs)")
     _tidy(axes)
 

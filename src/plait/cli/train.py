@@ -1,4 +1,8 @@
-"""Training the same model on the same batches, the sequence laid out in one way or another."""
+"""Training the same model on the same batches, the sequence laid out in one way or another.
+
+The devices may be those of several processes that all call `train` alike: each makes the shards of
+its own devices only, and what is read on the host, losses and norms, lies on every device.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from plait import ContextParallel, Contiguous, Layout, segment_positions
 from plait.cli.model import ByteTransformer, loss
+from plait.cli.processes import on_mesh
 
 AXIS = "context"
 
@@ -71,7 +76,7 @@ def train(
         one device and in source order.
       tokens, segment_ids: int32 [rows, sequence], in source order.
       weights: from `initial_weights`.
-      devices: the devices to choose from.
+      devices: the devices to choose from, the same in every process.
       on_progress: called after compilation and after each step.
     """
     cp = ContextParallel(Contiguous(1)) if layout is None else ContextParallel(layout, AXIS)
@@ -84,14 +89,15 @@ def train(
         # In source order: once the tokens are reordered, positions can't be counted any more.
         batch = {"tokens": tokens[row : row + 1], "segment_ids": ids}
         batch["positions"] = segment_positions(ids)
-        return jax.device_put(cp.reorder(batch), by_sequence)
+        return on_mesh(cp.reorder(batch), by_sequence)
+
+    model = nnx.eval_shape(lambda: ByteTransformer(cp, rngs=nnx.Rngs(0)))
+    nnx.update(model, weights)
+    adamw = nnx.Optimizer(model, optimizer(len(tokens)), wrt=nnx.Param)
+    graph, host_state = nnx.split((model, adamw))
 
     with jax.set_mesh(mesh):
-        model = nnx.eval_shape(lambda: ByteTransformer(cp, rngs=nnx.Rngs(0)))
-        nnx.update(model, jax.device_put(weights, replicated))
-        adamw = nnx.Optimizer(model, optimizer(len(tokens)), wrt=nnx.Param)
-        graph, state = nnx.split((model, adamw))
-        state = jax.device_put(state, replicated)
+        state = on_mesh(jax.device_get(host_state), replicated)
 
         def step(state: Any, batch: Any) -> tuple[Any, jax.Array, jax.Array]:
             model, adamw = nnx.merge(graph, state)
