@@ -7,8 +7,11 @@ import json
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from plait import audit
 from plait.audit import RequirementError
 from plait.audit.hlo import Module
 from plait.audit.report import read_module
@@ -250,6 +253,76 @@ place {"""
     assert report(nested).counted_bytes == report(FUSIONS).counted_bytes
 
 
+PRODUCT = """
+HloModule product
+
+handed {
+  a = bf16[64,32] parameter(0)
+  ROOT b = bf16[64,32] bitcast(a)
+}
+
+handed_again {
+  a = bf16[32,16] parameter(0)
+  ROOT b = bf16[32,16] bitcast(a)
+}
+
+twice_handed {
+  a = bf16[32,16] parameter(0)
+  ROOT b = bf16[32,16] fusion(a), kind=kLoop, calls=handed_again
+}
+
+product {
+  x = bf16[64,32] parameter(0)
+  w = bf16[32,16] parameter(1)
+  left = bf16[64,32] fusion(x), kind=kLoop, calls=handed
+  right = bf16[32,16] fusion(w), kind=kLoop, calls=twice_handed
+  ROOT y = bf16[64,16] dot(left, right), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY main {
+  x = bf16[64,32] parameter(0)
+  w = bf16[32,16] parameter(1)
+  ROOT y = bf16[64,16] fusion(x, w), kind=kOutput, calls=product
+}
+"""
+
+
+def test_what_a_fusion_in_a_fusion_only_hands_on_is_read_by_the_outer_one():
+    """As the TPU compiler gives operands to a matmul: x is 4096 bytes, w 1024, y 2048."""
+    assert report(PRODUCT).counted_bytes == 4096 + 1024 + 2048
+
+
+def test_a_slice_of_what_is_handed_on_reads_what_it_takes():
+    text = """
+HloModule rows
+
+handed {
+  a = f32[64,32] parameter(0)
+  ROOT b = f32[64,32] bitcast(a)
+}
+
+rows {
+  x = f32[64,32] parameter(0)
+  same = f32[64,32] fusion(x), kind=kLoop, calls=handed
+  ROOT y = f32[4,32] slice(same), slice={[0:4], [0:32]}
+}
+
+ENTRY main {
+  x = f32[64,32] parameter(0)
+  ROOT y = f32[4,32] fusion(x), kind=kLoop, calls=rows
+}
+"""
+    assert report(text).counted_bytes == 2 * 512
+    assert (
+        report(
+            text.replace("kLoop, calls=rows", "kLoop, calls=handed").replace(
+                "ROOT y = f32[4,32] fusion", "ROOT y = f32[64,32] fusion"
+            )
+        ).counted_bytes
+        == 2 * 8192
+    )
+
+
 OTHERS = """
 HloModule others, num_partitions=8
 
@@ -392,7 +465,7 @@ def test_a_recorded_tpu_program_reads_as_by_hand(path):
 
 def test_the_source_of_an_instruction_is_the_users_line():
     jax = pytest.importorskip("jax")
-    from plait import Zigzag, audit, reorder
+    from plait import Zigzag, reorder
 
     def step(x):
         return reorder(x, Zigzag(2), axis=0) + jax.numpy.take(x, jax.numpy.array([1, 0, 3, 2]))
@@ -401,3 +474,25 @@ def test_the_source_of_an_instruction_is_the_users_line():
     found = audit.compile_for("cpu", step, jax.ShapeDtypeStruct((4,), "float32"))
     made = {o.source for o in found.operations if o.kind in ("gather", "concatenate", "slice")}
     assert made == {f"{__file__}:{here}"}
+
+
+def product(target, fn):
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    found = audit.compile_for(target, fn, a, a)
+    return [o for o in found.operations if o.kind == "fusion" and o.accessed_bytes > 1e6]
+
+
+def test_a_matmul_on_a_tpu_reads_both_operands():
+    pytest.importorskip("libtpu")
+    matrix = 2 * 4096 * 4096
+    (found,) = product("v5p:2x2x1", lambda a, b: a @ b)
+    assert found.accessed_bytes == 3 * matrix == 100663296
+    for unroll in (1, 2):
+        found = product(
+            "v5p:2x2x1",
+            lambda a, b, unroll=unroll: jax.lax.scan(
+                lambda c, _: (jnp.tanh(c @ b), None), a, length=10, unroll=unroll
+            )[0],
+        )
+        assert {o.accessed_bytes for o in found} == {3 * matrix}
+        assert sum(o.executions for o in found) == 10

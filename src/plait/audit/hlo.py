@@ -236,23 +236,30 @@ def _counted_turns(loop: Instruction) -> int | None:
     return max(0, last - first) if counts_up else None
 
 
-def _read_of(parameter: Instruction) -> int:
-    """Bytes that a fused computation reads of a parameter: a slice reads only what it takes."""
+def _read_of(value: Instruction, callers: tuple[Instruction, ...] = ()) -> int:
+    """Bytes that a fused computation reads of a value: a slice reads only what it takes.
+
+    `callers` are the fusions, from the outermost, whose bodies the value stands in below the first.
+    What a body hands on is read where its caller's result is, and all of it at the end.
+    """
     read = 0
-    for user in parameter.users:
+    if value is value.computation.root:
+        read = _read_of(callers[-1], callers[:-1]) if callers else value.result_bytes
+    for user in value.users:
         if user.opcode == "bitcast":
-            read += _read_of(user)
-        elif user.opcode in _SLICES and user.operands[0] is parameter:
+            read += _read_of(user, callers)
+        elif user.opcode in _SLICES and user.operands[0] is value:
             read += user.result_bytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] is parameter:
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] is value:
             pass  # updated in place
         elif user.opcode == "fusion":  # fusions nest, and a slice may stand in the inner one
             inner = [i for i in user.called[0].instructions if i.opcode == "parameter"]
-            places = [n for n, operand in enumerate(user.operands) if operand is parameter]
-            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)
+            places = [n for n, operand in enumerate(user.operands) if operand is value]
+            within = (*callers, user)
+            read += sum(_read_of(i, within) for i in inner if i.message.parameter_number in places)
         else:
-            return parameter.result_bytes
-    return min(read, parameter.result_bytes)
+            return value.result_bytes
+    return min(read, value.result_bytes)
 
 
 def _fusion_bytes(fusion: Instruction, body: Computation) -> int:
