@@ -161,6 +161,27 @@ def test_copies_do_not_hide_the_counter_of_a_loop():
 
 
 @pytest.mark.parametrize(
+    ("kind", "first", "last", "turns"),
+    [
+        ("u8", 2, 200, 198),
+        ("s8", -100, 27, 127),
+        ("u16", 0, 40000, 40000),
+        ("s16", -300, -295, 5),
+        ("u32", 2, 7, 5),
+        ("s64", -2, 7, 9),
+        ("u64", 2, 7, 5),
+        ("s4", -8, 7, 15),
+        ("u4", 2, 15, 13),
+        ("u2", 1, 3, 2),
+    ],
+)
+def test_a_counter_may_have_any_width(kind, first, last, turns):
+    text = LOOP.replace("s32", kind).replace("constant(7)", f"constant({last})")
+    found = report(text.replace("constant(2)", f"constant({first})"))
+    assert [c.executions for c in found.collectives] == [turns, turns, 1]
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("direction=LT", "direction=NE"),
@@ -179,6 +200,41 @@ def test_a_loop_whose_length_is_data_counts_as_often_as_is_said():
     text = parser_of_xla()(text).as_serialized_hlo_module_proto()
     found = read_module(Module(text, unknown_turns=9), topology="by hand")
     assert [c.executions for c in found.collectives] == [9, 9, 1]
+
+
+NOTES = """
+HloModule notes
+
+ENTRY main {
+  x = f32[64] parameter(0)
+  y = f32[64] custom-call(x), custom_call_target="theirs", backend_config={notes}
+  ROOT z = f32[64] add(y, y)
+}
+"""
+
+
+@pytest.mark.parametrize("notes", ["{uplo = 76 : ui8}", '{"window_config": {', "{"])
+def test_what_a_custom_call_is_told_need_not_be_json(notes):
+    found = report(NOTES.replace("{notes}", json.dumps(notes)))
+    assert found.counted_bytes == 512 + 768
+    assert found.estimated_cycles == 0
+
+
+def test_a_custom_call_may_have_an_estimate():
+    notes = json.dumps({"window_config": {"estimated_cycles": "450"}})
+    assert report(NOTES.replace("{notes}", json.dumps(notes))).estimated_cycles == 450
+
+
+def test_notes_of_the_compiler_that_are_broken_are_not_passed_over():
+    text = NOTES.replace(', custom_call_target="theirs"', "").replace("custom-call", "negate")
+    with pytest.raises(json.JSONDecodeError):
+        report(text.replace("{notes}", json.dumps('{"window_config": {')))
+
+
+@pytest.mark.parametrize("fn", [lambda x: jax.lax.top_k(x, 3), jnp.linalg.cholesky])
+def test_calls_of_libraries_are_read(fn):
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert audit.compile_for("cpu", fn, x).counts["custom-call"] == 1
 
 
 FUSIONS = """
@@ -496,3 +552,15 @@ def test_a_matmul_on_a_tpu_reads_both_operands():
         )
         assert {o.accessed_bytes for o in found} == {3 * matrix}
         assert sum(o.executions for o in found) == 10
+
+
+def test_a_narrow_counter_of_a_tpu_loop_is_counted():
+    pytest.importorskip("libtpu")
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def fn(x):
+        return jax.lax.fori_loop(jnp.uint8(0), jnp.uint8(5), lambda i, x: jnp.sin(x[::-1]), x)
+
+    found = audit.compile_for("v5p:2x2x1", fn, x)
+    assert found.counts["while"] == 1
+    assert max(o.executions for o in found.operations) == 5

@@ -52,12 +52,15 @@ def _bits(element_type: str) -> int:
     return int(digits[0]) if digits else 0
 
 
+def _element_type(shape: Any) -> str:
+    kinds = proto.ELEMENT_TYPES
+    return kinds[shape.element_type] if shape.element_type < len(kinds) else "invalid"
+
+
 def _bytes_of(shape: Any) -> int:
     if shape.tuple_shapes:
         return sum(_bytes_of(part) for part in shape.tuple_shapes)
-    kinds = proto.ELEMENT_TYPES
-    kind = kinds[shape.element_type] if shape.element_type < len(kinds) else "invalid"
-    return _bits(kind) * math.prod(shape.dimensions) // 8
+    return _bits(_element_type(shape)) * math.prod(shape.dimensions) // 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,9 +114,19 @@ class Instruction:
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
-        """The compiler's own notes on an instruction, where it writes them as JSON."""
+        """The compiler's own notes on an instruction, where it writes them as JSON.
+
+        Those of a custom call are its target's, in any form; what is no JSON there says nothing.
+        """
         text = self.message.backend_config
-        return json.loads(text) if text[:1] == b"{" else {}
+        if text[:1] != b"{":
+            return {}
+        if self.opcode != "custom-call":
+            return json.loads(text)
+        try:
+            return json.loads(text.decode(errors="replace"))
+        except json.JSONDecodeError:
+            return {}
 
     @property
     def estimated_cycles(self) -> int:
@@ -202,11 +215,19 @@ _behind_copies = functools.partial(_behind, kinds=("bitcast", "copy"))
 
 
 def _integer(instruction: Instruction) -> int | None:
-    """The value of a constant integer, also behind a copy."""
-    instruction = _behind_copies(instruction)
-    literal = instruction.message.literal
-    values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
-    return values[0] if instruction.opcode == "constant" and len(values) == 1 else None
+    """The value of a constant integer of any width, also behind a copy."""
+    constant = _behind_copies(instruction)
+    kind = _element_type(constant.message.shape)
+    if constant.opcode != "constant" or kind[:1] not in "su" or not kind[1:].isdecimal():
+        return None
+    values = getattr(constant.message.literal, f"{kind}s")
+    bits = _bits(kind)
+    if bits >= 32:
+        return values[0] if len(values) == 1 else None
+    if constant.result_bytes > (bits + 7) // 8:
+        return None  # an array
+    value = int.from_bytes(values, "little") % 2**bits
+    return value - 2**bits if kind[0] == "s" and value >= 2 ** (bits - 1) else value
 
 
 def _counted_turns(loop: Instruction) -> int | None:
