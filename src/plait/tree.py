@@ -32,8 +32,13 @@ def map_axis(fn: Callable[[Array, int, str], Any], tree: Any, axis: Axis) -> Any
     return jax.tree.unflatten(structure, mapped)
 
 
-def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Any]:
-    """For each leaf of the tree, the leaf of the prefix above it; None is a leaf of the prefix."""
+def broadcast_prefix(
+    prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """For each leaf of the tree, the leaf of the prefix above it; None is a leaf of the prefix.
+
+    `is_leaf` says what else of the tree is a leaf.
+    """
     structure: Any = jax.tree.structure(prefix, is_leaf=_is_none)
     try:
         subtrees = structure.flatten_up_to(tree)
@@ -46,7 +51,7 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Any]:
     return [
         value
         for value, subtree in zip(values, subtrees, strict=True)
-        for _ in jax.tree.leaves(subtree)
+        for _ in jax.tree.leaves(subtree, is_leaf=is_leaf)
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import os
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -307,6 +308,20 @@ def _turns(instruction: Instruction) -> int:
     return instruction.module.unknown_turns if known is None else known
 
 
+def check_turns(unknown_turns: Any) -> None:
+    """An error unless a loop can be counted so often."""
+    try:
+        turns = operator.index(unknown_turns)
+    except TypeError:
+        number = isinstance(unknown_turns, float) and math.isfinite(unknown_turns)
+        nearest = max(0, round(unknown_turns)) if number else 1
+        raise TypeError(
+            f"unknown_turns is {unknown_turns!r}; it needs to be an integer, such as {nearest}"
+        ) from None
+    if turns < 0:
+        raise ValueError(f"unknown_turns is {turns}; it needs to be at least 0")
+
+
 @dataclasses.dataclass(eq=False)
 class Execution:
     """An instruction in the place where it runs, and how often that place runs."""
@@ -327,6 +342,7 @@ class Module:
     """
 
     def __init__(self, serialized: bytes, unknown_turns: int = 1):
+        check_turns(unknown_turns)
         message = proto.parse(serialized)
         self.unknown_turns = unknown_turns
         self.name: str = message.name
