@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Programs written by hand, and two that a compiler wrote, against what was counted by hand."""
 
+import dataclasses
 import gzip
 import importlib
 import json
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from errors import refused
 from plait import audit
 from plait.audit import RequirementError
 from plait.audit.hlo import Module
@@ -492,6 +494,43 @@ def test_requirements_that_fail_name_the_instructions():
     assert "traffic_bytes is 384; at most 300 is asked" in message
     assert "reduce-scatter kept" in message
     assert "collectives is" not in message
+
+
+def test_a_bound_that_is_missed_by_little_is_told_apart():
+    found = dataclasses.replace(report(OTHERS), hbm_bytes=1_000_001, argument_bytes=1_000_000)
+    with pytest.raises(RequirementError) as caught:
+        found.require(hbm_ratio_at_most=1, hbm_bytes_at_most=1e6, temp_bytes_at_most=-0.5)
+    message = str(caught.value)
+    assert "hbm_ratio is 1.000001; at most 1 is asked" in message
+    assert "hbm_bytes is 1,000,001; at most 1,000,000 is asked" in message
+    assert "temp_bytes is 0; at most -0.5 is asked" in message
+    nothing = dataclasses.replace(found, argument_bytes=0)
+    with pytest.raises(RequirementError, match="hbm_ratio is nan; at most 1 is asked"):
+        nothing.require(hbm_ratio_at_most=1.0)
+
+
+def test_what_moves_no_bytes_is_not_to_blame_for_them():
+    with pytest.raises(RequirementError) as caught:
+        report(FUSIONS).require(hbm_bytes_at_most=1)
+    assert re.findall(r"^  .*", str(caught.value), flags=re.MULTILINE) == [
+        "  fusion picked, made by the compiler",
+        "  fusion placed.1, made by the compiler",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "value", "works"),
+    [
+        ("gathers", "0", "an integer, such as 0"),
+        ("stages", 2.5, "an integer, such as 2"),
+        ("copies", [], "an integer, such as 0"),
+        ("hbm_ratio_at_most", "4", "a number, such as 4"),
+        ("hbm_ratio_at_most", float("nan"), "a number, such as 0"),
+    ],
+)
+def test_a_requirement_is_a_number(requirement, value, works):
+    words = (f"{requirement} is required to be {value!r}", works)
+    refused(lambda: report(OTHERS).require(**{requirement: value}), *words, error=TypeError)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)

@@ -43,6 +43,9 @@ _WHOLES = {"custom-call", "fusion"}
 _NO_ESTIMATE = 2**63 - 1  # what the TPU compiler writes for a gather that the SparseCores do
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
+BY_THE_COMPILER = "made by the compiler"
+"""The source of an instruction that no line of code asks for."""
+
 _PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -202,7 +205,7 @@ class Instruction:
         frames = self.frames
         for file, line in [f for f in frames if not f[0].startswith(_PLAIT)] or frames:
             return f"{file}:{line}"
-        return "made by the compiler"
+        return BY_THE_COMPILER
 
 
 def _behind(instruction: Instruction, kinds: Collection[str] = ("bitcast",)) -> Instruction:
