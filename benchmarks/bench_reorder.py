@@ -382,8 +382,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     if (both or arguments.static) and not chosen:
         raise UserError(
-            f"plait bench reorder: --only is {arguments.only!r}, which stands in no line; it needs words "
-            "of one, such as 'sharded plait'"
+            f"plait bench reorder: --only is {arguments.only!r}, which stands in no line; it needs "
+            "words of one, such as 'sharded plait'"
         )
     if both or arguments.timed:
         _check_length(arguments.length)

@@ -63,5 +63,6 @@ def _module(folder: pathlib.Path, name: str) -> Any:
 
 def _refuse(_: argparse.Namespace) -> int:
     raise UserError(
-        "plait bench: benchmarks/ is not installed with plait; run it in a checkout of the repository"
+        "plait bench: benchmarks/ is not installed with plait; run it in a checkout of the "
+        "repository"
     )
