@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 import pages
 import peers
 from plait import ContextParallel, HalfSwap, Zigzag, audit
+from plait.cli.arguments import UserError, integer
 
 K = 1024
 
@@ -177,6 +178,9 @@ OTHERS = {
     "h200": {8: "h200:1x1x8", 64: "h200:1x8x8"},
 }
 LATENT, KEYS, TOKENS = TENSORS[4], TENSORS[2], TENSORS[0]
+LOCAL_RANKS = 8
+"""Ranks of the layout that is timed on one device."""
+
 QUICK = ("take", "strided", "plait")
 
 
@@ -302,13 +306,27 @@ def time_host(repeats: int) -> list[dict[str, Any]]:
     return found
 
 
+def _timed_ranks() -> int:
+    """Ranks that are timed on the devices of this machine."""
+    devices = len(jax.devices())
+    return max(n for n in (1, 2, 4, 8, 64) if n <= devices)
+
+
+def _check_length(length: int) -> None:
+    multiple = Zigzag(max(LOCAL_RANKS, _timed_ranks())).multiple
+    if length % multiple:
+        raise UserError(
+            f"plait bench reorder: --length is {length}; it needs a multiple of {multiple}: "
+            f"{-(-length // multiple) * multiple} works"
+        )
+
+
 def timed_groups(length: int) -> Iterator[list[Case]]:
     """Cases to time, those together that are compared."""
-    devices = len(jax.devices())
-    ranks = max(n for n in (1, 2, 4, 8, 64) if n <= devices)
+    ranks = _timed_ranks()
     for tensor in TENSORS:
         for direction in DIRECTIONS:
-            for place, forms, count in (("local", LOCAL, 8), ("sharded", SHARDED, ranks)):
+            for place, forms, count in (("local", LOCAL, LOCAL_RANKS), ("sharded", SHARDED, ranks)):
                 if place == "sharded" and ranks == 1:
                     continue
                 for backward in (False, True):
@@ -322,8 +340,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timed", action="store_true", help="only what this machine's clock says")
     parser.add_argument("--full", action="store_true", help="every size, tensor and topology")
     parser.add_argument("--only", default="", help="only static cases whose line contains this")
-    parser.add_argument("--length", type=int, default=4 * K, help="tokens that are timed")
-    parser.add_argument("--repeats", type=int, default=9, help="timings of each program")
+    parser.add_argument(
+        "--length",
+        type=integer("--length", 1, 2**31 - 1, works=4 * K),
+        default=4 * K,
+        help="tokens that are timed",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=integer("--repeats", 1, 10**6, works=9),
+        default=9,
+        help="timings of each program",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
     parser.add_argument(
         "--from", dest="earlier", type=pathlib.Path, help="take figures from this file, run nothing"
@@ -333,8 +361,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every form, compare them, print, and write what was asked for."""
+    pages.check_writable("plait bench reorder", arguments.json)
     if arguments.earlier:
-        results = json.loads(arguments.earlier.read_text())
+        results = pages.read("plait bench reorder", arguments.earlier, "static")
     else:
         results = _measure(arguments)
     if arguments.json:
@@ -345,9 +374,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    both = arguments.static == arguments.timed
+    chosen = [
+        case
+        for case in cases(arguments.full)
+        if arguments.only in " ".join(str(v) for v in _labels(case).values())
+    ]
+    if (both or arguments.static) and not chosen:
+        raise UserError(
+            f"plait bench reorder: --only is {arguments.only!r}, which stands in no line; it needs "
+            "words of one, such as 'sharded plait'"
+        )
+    if both or arguments.timed:
+        _check_length(arguments.length)
     for form in (*peers.PEERS.values(), peers.plait_local):
         peers.check(form)
-    both = arguments.static == arguments.timed
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -357,10 +398,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "timed": [],
     }
     if both or arguments.static:
-        for case in cases(arguments.full):
-            line = " ".join(str(v) for v in _labels(case).values())
-            if arguments.only in line:
-                results["static"].append(_show(compile_case(case)))
+        for case in chosen:
+            results["static"].append(_show(compile_case(case)))
     if both or arguments.timed:
         results["device"] = jax.devices()[0].device_kind
         for group in timed_groups(arguments.length):

@@ -262,15 +262,21 @@ def run(arguments: argparse.Namespace) -> int:
     def progress(line: str) -> None:
         print(line, flush=True)
 
+    pages.check_writable("plait bench step", arguments.json)
     if arguments.source:
-        results = json.loads(arguments.source.read_text())
+        results = pages.read("plait bench step", arguments.source, "layers")
     else:
         try:
             target = topology(arguments.topology)
+            if target.chip is None or target.chip.kind != "tpu":
+                raise ValueError(
+                    f"--topology is {arguments.topology!r}; the figures need a TPU's compiler, "
+                    "which estimates: v5p:4x4x8 works"
+                )
             target.mesh({"context": arguments.ranks})
             Zigzag(arguments.ranks).check_length(arguments.tokens)
         except (ValueError, ImportError, RuntimeError) as error:
-            raise UserError(f"bench step: {error}") from error
+            raise UserError(f"plait bench step: {error}") from error
         results = results_of(
             arguments.layers,
             arguments.forms,

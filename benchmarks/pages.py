@@ -1,6 +1,11 @@
-"""The parts of the documentation that a benchmark writes."""
+"""What a benchmark writes: parts of the documentation, and its figures as JSON."""
 
+import json
+import os
 import pathlib
+from typing import Any
+
+from plait.cli.arguments import UserError
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 
@@ -12,3 +17,31 @@ def rewrite(page: pathlib.Path, name: str, text: str) -> None:
     if not start or not end:
         raise ValueError(f"{page} has no part between <!-- {name} --> and <!-- end of {name} -->")
     page.write_text(f"{before}{start}{text.rstrip()}\n{end}{after}")
+
+
+def check_writable(command: str, path: pathlib.Path | None) -> None:
+    """UserError, before the slow part, where --json names what cannot be written."""
+    if path is None:
+        return
+    there = path if path.exists() else path.parent
+    if path.is_dir() or not there.exists() or not os.access(there, os.W_OK):
+        why = "it is a folder" if path.is_dir() else "it can't be written there"
+        raise UserError(f"{command}: --json is '{path}' and {why}: results.json works")
+
+
+def read(command: str, path: pathlib.Path, key: str) -> dict[str, Any]:
+    """What --json wrote before, which has this key; UserError where it did not."""
+    try:
+        results = json.loads(path.read_text())
+    except OSError as error:
+        why = (error.strerror or "it can't be read").lower()
+    except ValueError:
+        why = "no JSON"
+    else:
+        if isinstance(results, dict) and key in results:
+            return results
+        why = "of something else"
+    raise UserError(
+        f"{command}: --from is '{path}', {why}; it needs the file that --json wrote: "
+        f"{command} --json {path.name} writes one"
+    )

@@ -502,7 +502,9 @@ def move_array(
     local: bool,
 ) -> Any:
     """One leaf from a layout to another, wherever the call stands; `relayout` has the rules."""
-    strict, loose = sorted((source, target), key=lambda layout: -layout.multiple)
+    # The layout that was asked for is named rather than source order, where both need the same.
+    ends = sorted((source, target), key=lambda layout: isinstance(layout, Contiguous))
+    strict, loose = sorted(ends, key=lambda layout: -layout.multiple)
     inside = not local and is_inside(names, f"moving {name}")
     if inside:
         x = jnp.asarray(x)

@@ -16,24 +16,32 @@ Axis = Any
 Array = jax.Array | np.ndarray
 
 
-def map_axis(fn: Callable[[Array, int, str], Any], tree: Any, axis: Axis) -> Any:
+def map_axis(
+    fn: Callable[[Array, int, str], Any], tree: Any, axis: Axis, *, may_pass: bool = True
+) -> Any:
     """fn(leaf, its axis counted from the front, its name for errors) over the leaves of a tree.
 
-    Leaves whose axis is None pass through unchanged. TypeError for a leaf that is no array;
-    ValueError for one without that axis, and where `axis` is not a prefix of the tree.
+    Leaves whose axis is None pass through unchanged; `may_pass` says whether whoever called can
+    ask for that. TypeError for a leaf that is no array; ValueError for one without that axis, and
+    where `axis` is not a prefix of the tree.
     """
 
     paths, structure = jax.tree.flatten_with_path(tree)
     axes = broadcast_prefix(axis, tree, "axis")
     mapped = [
-        leaf if axis is None else fn(*_checked(leaf, axis, path_name(path)))
+        leaf if axis is None else fn(*_checked(leaf, axis, path_name(path), may_pass))
         for (path, leaf), axis in zip(paths, axes, strict=True)
     ]
     return jax.tree.unflatten(structure, mapped)
 
 
-def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Any]:
-    """For each leaf of the tree, the leaf of the prefix above it; None is a leaf of the prefix."""
+def broadcast_prefix(
+    prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """For each leaf of the tree, the leaf of the prefix above it; None is a leaf of the prefix.
+
+    `is_leaf` says what else of the tree is a leaf.
+    """
     structure: Any = jax.tree.structure(prefix, is_leaf=_is_none)
     try:
         subtrees = structure.flatten_up_to(tree)
@@ -46,7 +54,7 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Any]:
     return [
         value
         for value, subtree in zip(values, subtrees, strict=True)
-        for _ in jax.tree.leaves(subtree)
+        for _ in jax.tree.leaves(subtree, is_leaf=is_leaf)
     ]
 
 
@@ -56,13 +64,14 @@ def path_name(path: tuple) -> str:
     return repr(name) if name else "the array"
 
 
-def as_axis(axis: Any, ndim: int, name: str) -> int:
-    """The axis counted from the front; errors name the leaf."""
+def as_axis(axis: Any, ndim: int, name: str, *, may_pass: bool = False) -> int:
+    """The axis counted from the front; errors name the leaf, and None where that is an axis too."""
     try:
         number = operator.index(axis)
     except TypeError:
         raise TypeError(
-            f"axis of {name} is {axis!r}; it needs to be an integer, or None to pass through"
+            f"axis of {name} is {axis!r}; it needs to be an integer"
+            + (", or None to pass through" if may_pass else ", such as 1")
         ) from None
     if not -ndim <= number < ndim:
         raise ValueError(
@@ -71,6 +80,8 @@ def as_axis(axis: Any, ndim: int, name: str) -> int:
                 f"; the nearest axis is {min(max(number, -ndim), ndim - 1)}"
                 if ndim
                 else "; give it the axis None to pass it through"
+                if may_pass
+                else "; an array with a sequence axis is needed"
             )
         )
     return number % ndim
@@ -128,13 +139,28 @@ def as_fill(fill: Any, dtype: Any, name: str) -> np.ndarray:
     return np.asarray(fill).astype(dtype)
 
 
-def _checked(leaf: Any, axis: Any, name: str) -> tuple[Array, int, str]:
+def check_unmasked(x: Any, name: str) -> None:
+    """TypeError for a masked array, whose mask a move would lose."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; a plain one is needed, such as "
+            "its filled(0), and its mask as another array"
+        )
+
+
+def _checked(leaf: Any, axis: Any, name: str, may_pass: bool) -> tuple[Array, int, str]:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(
-            f"{name} is a {type(leaf).__name__}; an array is needed, or the axis None to pass it "
-            "through"
+            f"{name} is a {type(leaf).__name__}; an array is needed"
+            + (
+                ", or the axis None to pass it through"
+                if may_pass
+                else ", such as np.asarray gives of lists"
+            )
         )
-    return leaf, as_axis(axis, jnp.ndim(leaf), name), name  # type: ignore[return-value]
+    check_unmasked(leaf, name)
+    number = as_axis(axis, jnp.ndim(leaf), name, may_pass=may_pass)
+    return leaf, number, name  # type: ignore[return-value]
 
 
 def _is_none(x: Any) -> bool:

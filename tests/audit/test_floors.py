@@ -42,3 +42,6 @@ def test_the_tokens_that_must_move_are_counted(source, target, length, tokens):
 def test_what_can_not_be_counted_is_refused():
     refused(lambda: moved_tokens(Zigzag(2), Zigzag(4), 16), "2 ranks", "4", "equally many")
     refused(lambda: moved_tokens(Contiguous(4), Zigzag(4), 20), "length 20", "multiple of 8")
+    words = ("source is 'contiguous'", "plait.Contiguous(8)")
+    refused(lambda: moved_tokens("contiguous", Zigzag(4), 16), *words, error=TypeError)
+    refused(lambda: moved_tokens(Zigzag(4), None, 16), "target is None", error=TypeError)

@@ -1,14 +1,19 @@
 # ruff: noqa: E501
 """Programs written by hand, and two that a compiler wrote, against what was counted by hand."""
 
+import dataclasses
 import gzip
 import importlib
 import json
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from errors import refused
+from plait import audit
 from plait.audit import RequirementError
 from plait.audit.hlo import Module
 from plait.audit.report import read_module
@@ -158,6 +163,27 @@ def test_copies_do_not_hide_the_counter_of_a_loop():
 
 
 @pytest.mark.parametrize(
+    ("kind", "first", "last", "turns"),
+    [
+        ("u8", 2, 200, 198),
+        ("s8", -100, 27, 127),
+        ("u16", 0, 40000, 40000),
+        ("s16", -300, -295, 5),
+        ("u32", 2, 7, 5),
+        ("s64", -2, 7, 9),
+        ("u64", 2, 7, 5),
+        ("s4", -8, 7, 15),
+        ("u4", 2, 15, 13),
+        ("u2", 1, 3, 2),
+    ],
+)
+def test_a_counter_may_have_any_width(kind, first, last, turns):
+    text = LOOP.replace("s32", kind).replace("constant(7)", f"constant({last})")
+    found = report(text.replace("constant(2)", f"constant({first})"))
+    assert [c.executions for c in found.collectives] == [turns, turns, 1]
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("direction=LT", "direction=NE"),
@@ -176,6 +202,41 @@ def test_a_loop_whose_length_is_data_counts_as_often_as_is_said():
     text = parser_of_xla()(text).as_serialized_hlo_module_proto()
     found = read_module(Module(text, unknown_turns=9), topology="by hand")
     assert [c.executions for c in found.collectives] == [9, 9, 1]
+
+
+NOTES = """
+HloModule notes
+
+ENTRY main {
+  x = f32[64] parameter(0)
+  y = f32[64] custom-call(x), custom_call_target="theirs", backend_config={notes}
+  ROOT z = f32[64] add(y, y)
+}
+"""
+
+
+@pytest.mark.parametrize("notes", ["{uplo = 76 : ui8}", '{"window_config": {', "{"])
+def test_what_a_custom_call_is_told_need_not_be_json(notes):
+    found = report(NOTES.replace("{notes}", json.dumps(notes)))
+    assert found.counted_bytes == 512 + 768
+    assert found.estimated_cycles == 0
+
+
+def test_a_custom_call_may_have_an_estimate():
+    notes = json.dumps({"window_config": {"estimated_cycles": "450"}})
+    assert report(NOTES.replace("{notes}", json.dumps(notes))).estimated_cycles == 450
+
+
+def test_notes_of_the_compiler_that_are_broken_are_not_passed_over():
+    text = NOTES.replace(', custom_call_target="theirs"', "").replace("custom-call", "negate")
+    with pytest.raises(json.JSONDecodeError):
+        report(text.replace("{notes}", json.dumps('{"window_config": {')))
+
+
+@pytest.mark.parametrize("fn", [lambda x: jax.lax.top_k(x, 3), jnp.linalg.cholesky])
+def test_calls_of_libraries_are_read(fn):
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert audit.compile_for("cpu", fn, x).counts["custom-call"] == 1
 
 
 FUSIONS = """
@@ -248,6 +309,76 @@ place {"""
     )
     assert nested.count("calls=outer") == 1
     assert report(nested).counted_bytes == report(FUSIONS).counted_bytes
+
+
+PRODUCT = """
+HloModule product
+
+handed {
+  a = bf16[64,32] parameter(0)
+  ROOT b = bf16[64,32] bitcast(a)
+}
+
+handed_again {
+  a = bf16[32,16] parameter(0)
+  ROOT b = bf16[32,16] bitcast(a)
+}
+
+twice_handed {
+  a = bf16[32,16] parameter(0)
+  ROOT b = bf16[32,16] fusion(a), kind=kLoop, calls=handed_again
+}
+
+product {
+  x = bf16[64,32] parameter(0)
+  w = bf16[32,16] parameter(1)
+  left = bf16[64,32] fusion(x), kind=kLoop, calls=handed
+  right = bf16[32,16] fusion(w), kind=kLoop, calls=twice_handed
+  ROOT y = bf16[64,16] dot(left, right), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY main {
+  x = bf16[64,32] parameter(0)
+  w = bf16[32,16] parameter(1)
+  ROOT y = bf16[64,16] fusion(x, w), kind=kOutput, calls=product
+}
+"""
+
+
+def test_what_a_fusion_in_a_fusion_only_hands_on_is_read_by_the_outer_one():
+    """As the TPU compiler gives operands to a matmul: x is 4096 bytes, w 1024, y 2048."""
+    assert report(PRODUCT).counted_bytes == 4096 + 1024 + 2048
+
+
+def test_a_slice_of_what_is_handed_on_reads_what_it_takes():
+    text = """
+HloModule rows
+
+handed {
+  a = f32[64,32] parameter(0)
+  ROOT b = f32[64,32] bitcast(a)
+}
+
+rows {
+  x = f32[64,32] parameter(0)
+  same = f32[64,32] fusion(x), kind=kLoop, calls=handed
+  ROOT y = f32[4,32] slice(same), slice={[0:4], [0:32]}
+}
+
+ENTRY main {
+  x = f32[64,32] parameter(0)
+  ROOT y = f32[4,32] fusion(x), kind=kLoop, calls=rows
+}
+"""
+    assert report(text).counted_bytes == 2 * 512
+    assert (
+        report(
+            text.replace("kLoop, calls=rows", "kLoop, calls=handed").replace(
+                "ROOT y = f32[4,32] fusion", "ROOT y = f32[64,32] fusion"
+            )
+        ).counted_bytes
+        == 2 * 8192
+    )
 
 
 OTHERS = """
@@ -365,6 +496,43 @@ def test_requirements_that_fail_name_the_instructions():
     assert "collectives is" not in message
 
 
+def test_a_bound_that_is_missed_by_little_is_told_apart():
+    found = dataclasses.replace(report(OTHERS), hbm_bytes=1_000_001, argument_bytes=1_000_000)
+    with pytest.raises(RequirementError) as caught:
+        found.require(hbm_ratio_at_most=1, hbm_bytes_at_most=1e6, temp_bytes_at_most=-0.5)
+    message = str(caught.value)
+    assert "hbm_ratio is 1.000001; at most 1 is asked" in message
+    assert "hbm_bytes is 1,000,001; at most 1,000,000 is asked" in message
+    assert "temp_bytes is 0; at most -0.5 is asked" in message
+    nothing = dataclasses.replace(found, argument_bytes=0)
+    with pytest.raises(RequirementError, match="hbm_ratio is nan; at most 1 is asked"):
+        nothing.require(hbm_ratio_at_most=1.0)
+
+
+def test_what_moves_no_bytes_is_not_to_blame_for_them():
+    with pytest.raises(RequirementError) as caught:
+        report(FUSIONS).require(hbm_bytes_at_most=1)
+    assert re.findall(r"^  .*", str(caught.value), flags=re.MULTILINE) == [
+        "  fusion picked, made by the compiler",
+        "  fusion placed.1, made by the compiler",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "value", "works"),
+    [
+        ("gathers", "0", "an integer, such as 0"),
+        ("stages", 2.5, "an integer, such as 2"),
+        ("copies", [], "an integer, such as 0"),
+        ("hbm_ratio_at_most", "4", "a number, such as 4"),
+        ("hbm_ratio_at_most", float("nan"), "a number, such as 0"),
+    ],
+)
+def test_a_requirement_is_a_number(requirement, value, works):
+    words = (f"{requirement} is required to be {value!r}", works)
+    refused(lambda: report(OTHERS).require(**{requirement: value}), *words, error=TypeError)
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
 def test_a_recorded_tpu_program_reads_as_by_hand(path):
     """Three turns of reorder and restore by two ranks' permutes each, and a sum over the mesh.
@@ -392,7 +560,7 @@ def test_a_recorded_tpu_program_reads_as_by_hand(path):
 
 def test_the_source_of_an_instruction_is_the_users_line():
     jax = pytest.importorskip("jax")
-    from plait import Zigzag, audit, reorder
+    from plait import Zigzag, reorder
 
     def step(x):
         return reorder(x, Zigzag(2), axis=0) + jax.numpy.take(x, jax.numpy.array([1, 0, 3, 2]))
@@ -401,3 +569,37 @@ def test_the_source_of_an_instruction_is_the_users_line():
     found = audit.compile_for("cpu", step, jax.ShapeDtypeStruct((4,), "float32"))
     made = {o.source for o in found.operations if o.kind in ("gather", "concatenate", "slice")}
     assert made == {f"{__file__}:{here}"}
+
+
+def product(target, fn):
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    found = audit.compile_for(target, fn, a, a)
+    return [o for o in found.operations if o.kind == "fusion" and o.accessed_bytes > 1e6]
+
+
+def test_a_matmul_on_a_tpu_reads_both_operands():
+    pytest.importorskip("libtpu")
+    matrix = 2 * 4096 * 4096
+    (found,) = product("v5p:2x2x1", lambda a, b: a @ b)
+    assert found.accessed_bytes == 3 * matrix == 100663296
+    for unroll in (1, 2):
+        found = product(
+            "v5p:2x2x1",
+            lambda a, b, unroll=unroll: jax.lax.scan(
+                lambda c, _: (jnp.tanh(c @ b), None), a, length=10, unroll=unroll
+            )[0],
+        )
+        assert {o.accessed_bytes for o in found} == {3 * matrix}
+        assert sum(o.executions for o in found) == 10
+
+
+def test_a_narrow_counter_of_a_tpu_loop_is_counted():
+    pytest.importorskip("libtpu")
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def fn(x):
+        return jax.lax.fori_loop(jnp.uint8(0), jnp.uint8(5), lambda i, x: jnp.sin(x[::-1]), x)
+
+    found = audit.compile_for("v5p:2x2x1", fn, x)
+    assert found.counts["while"] == 1
+    assert max(o.executions for o in found.operations) == 5

@@ -1,6 +1,7 @@
 import platform
 import sys
 
+import jax
 import pytest
 
 from errors import refused
@@ -11,11 +12,21 @@ from plait.audit import topologies, topology
     ("name", "words"),
     [
         ("v5q:4x4x8", ["'v5q:4x4x8' is unknown", "v5p:4x4x8"]),
-        ("V5P:4x4x8", ["'V5P:4x4x8' is unknown", "v5p:4x4x8"]),
+        ("V5P:2x2x4", ["'V5P:2x2x4' is unknown", "near it: v5p:2x2x4"]),
+        ("CPU:8", ["'CPU:8' is unknown", "near it: cpu"]),
+        ("gpu", ["'gpu' is unknown", "near it: h100:1x1x8, h200:1x1x8, b200:1x1x8"]),
+        ("cuda:8", ["'cuda:8' is unknown", "near it: h100:1x1x8, h200:1x1x8, b200:1x1x8"]),
+        ("tpu", ["'tpu' is unknown", "near it: v5e:8x16, v5p:4x4x8, v6e:8x16, tpu7x:4x4x4"]),
+        ("v5p:100x100x100", ["the largest is 16x16x24", "v5p:16x16x24 does"]),
+        ("v5p:4x4x32", ["the largest is 16x16x24", "v5p:4x4x24 does"]),
+        ("v6e:32x4", ["the largest is 16x16", "v6e:16x4 does"]),
+        ("h100:1x1x9", ["a host has 8 devices", "h100:1x1x8 does"]),
+        ("h200:1x8x64", ["a host has 8 devices", "h200:1x8x8 does"]),
         ("", ["'' is unknown", "v5e:8x16", "h200:1x1x8", "cpu"]),
         ("v5p:4x4", ["the shape '4x4'", "3 sizes", "such as v5p:4x4x8"]),
         ("v5p:4x4x0", ["the shape '4x4x0'", "at least 1", "such as v5p:4x4x8"]),
         ("v6e:axb", ["the shape 'axb'", "2 sizes", "such as v6e:8x16"]),
+        ("h100:2x4", ["the shape '2x4'", "3 sizes", "such as h100:1x2x4"]),
         ("h100:8", ["the shape '8'", "3 sizes", "such as h100:1x1x8"]),
         ("cpu:9", ["cpu has 8 devices", "cpu:1 to cpu:8", "device_count=9"]),
         ("cpu:0", ["cpu has 8 devices", "cpu:1 to cpu:8"]),
@@ -25,6 +36,14 @@ from plait.audit import topologies, topology
 )
 def test_a_topology_that_is_none_is_refused_with_one_that_is(name, words):
     refused(lambda: topology(name), *words)
+
+
+def test_how_to_get_more_devices_than_one_is_said(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: ["the only one"])
+    refused(
+        lambda: topology("cpu:9"),
+        "cpu has 1 device; it needs cpu:1, or XLA_FLAGS=--xla_force_host_platform_device_count=9",
+    )
 
 
 def test_devices_of_this_machine_are_counted():
@@ -70,9 +89,20 @@ def test_tpu_slices_need_no_tpu(name, full_name, devices):
     assert found.chip.name == name.partition(":")[0]
 
 
-def test_a_tpu_slice_that_no_one_sells_is_refused():
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("v5p:3x5x7", "v5p:4x4x8"), ("v5p:3x3x3", "v5p:4x4x4"), ("v6e:3x3", "v6e:4x4")],
+)
+def test_a_tpu_slice_that_no_one_sells_is_refused(name, near):
     pytest.importorskip("libtpu")
-    refused(lambda: topology("v5p:3x5x7"), "'v5p:3x5x7' does not exist", "v5p:4x4x8 does")
+    refused(lambda: topology(name), f"{name!r} does not exist", f"{near} does")
+    assert topology(near).name == near
+
+
+def test_the_largest_slices_exist():
+    pytest.importorskip("libtpu")
+    assert len(topology("v5p:24x16x16").devices) == 6144
+    assert len(topology("v6e:16x16").devices) == 256
 
 
 @pytest.mark.parametrize("name", [name for name in topologies() if name[1:4].endswith("00")])

@@ -51,6 +51,17 @@ class Model:
         return x @ x.T
 
 
+def nothing():
+    return jax.numpy.ones(4)
+
+
+def named(x, *, y):
+    return x + y
+
+
+bound = functools.partial(named, y=1)
+
+
 def until(x):
     return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x * x[::-1], x)
 """,
@@ -76,6 +87,7 @@ def folder(monkeypatch, tmp_path):
 
 
 SHIFT = ["audited:shift", "--shape", "8,4"]
+ONE = ["audited:Model.forward", "--shape", "8,4"]
 TWICE = [*SHIFT, "--shape", "8,4"]
 
 
@@ -94,7 +106,9 @@ TWICE = [*SHIFT, "--shape", "8,4"]
         (["--shape", "1,0"], "--shape is 1,0; Zigzag(8)", "1,16 works"),
         (["--shape", "1,8", "--layout", "striped,zigzag"], "multiple of 16", "1,16 works"),
         (["--shape", "1,64", "--shape", "1,64"], "--shape is given 2 times", "1,64 works"),
-        (["--dtype", "bf16"], "--dtype is 'bf16'", "bfloat16 works"),
+        (["--dtype", "bf16"], "--dtype is 'bf16'", "int32: bfloat16 works"),
+        (["--dtype", "f32"], "--dtype is 'f32'", "int32: float32 works"),
+        (["--dtype", "u8"], "--dtype is 'u8'", "int32: uint8 works"),
         (["--dtype", "float64"], "--dtype is 'float64'", "bfloat16 works"),
         (["--ranks", "9"], "--ranks 9 takes 9 devices and cpu:8 has 8", "--ranks 8 works"),
         (["--ranks", "0"], "--ranks is 0", "8 works"),
@@ -107,12 +121,20 @@ TWICE = [*SHIFT, "--shape", "8,4"]
         (["--html", "/dev/null/here.html"], "--html is '/dev/null/here.html'", "audit.html works"),
         (["--json", "."], "--json is '.'", "audit.json works"),
         (["audited", "--shape", "8"], "'audited'", "model:forward"),
-        (["audited.py:shift", "--shape", "8"], "'audited.py:shift'", "without .py"),
+        (
+            ["audited.py:shift", "--shape", "8"],
+            "'audited.py:shift'",
+            "audited:shift works, without",
+        ),
+        (["audited:named", "--shape", "8"], "takes 'y' by name alone", "partial(named, y=...)"),
+        (["audited:nothing", "--shape", "8"], "for 1 arguments", "leaving --shape out works"),
         (["audited:shift"], "needs the --shape", "--shape 1,131072,1,576 works"),
         (["audite:shift", "--shape", "8"], "no module 'audite'", "dots for slashes"),
         (["audited:shft", "--shape", "8"], "no function 'shft'", "audited:shift works"),
-        (["audited:answer", "--shape", "8"], "no function 'answer'", "works"),
-        (SHIFT, "for 1 arguments", "a --shape for each"),
+        (["audited:answer", "--shape", "8"], "answer is no function but of type int", "works"),
+        (SHIFT, "for 1 arguments", "--shape 2 times, in their order, works"),
+        ([*ONE, "--mesh", "a=3", "--out-spec", "a"], "--out-spec does not fit", "(9, 8) works"),
+        ([*ONE, *["--out-spec", "context"] * 2], "--out-spec does not fit", "one PartitionSpec"),
         ([*TWICE, "--dtype", "int8", "--dtype", "int8", "--dtype", "int8"], "3 times", "2 times"),
         ([*TWICE, "--spec", ",contxt"], "names 'contxt'", "'context' works"),
         ([*TWICE, "--spec", "context,context"], "names 'context' twice", "'context' works"),
@@ -272,6 +294,15 @@ def test_a_function_on_one_device_and_one_of_a_class(capsys, folder):
     assert numbers["programs"]["audited:Model.forward"]["floor_bytes"] == 32 + 64
 
 
+def test_a_function_without_arguments_and_one_that_is_bound(capsys, folder):
+    at = ["audit", "--topology", "cpu:8"]
+    status, out, _ = run(capsys, *at, "audited:nothing")
+    assert status == 0
+    assert "audited:nothing compiled for cpu:8: no arguments, on one device" in out
+    status, out, _ = run(capsys, *at, "audited:bound", "--shape", "8")
+    assert status == 0
+
+
 def test_loops_of_unknown_length_take_the_turns_that_are_given(capsys, folder):
     at = ["audit", "--topology", "cpu:8", "--json", "-", "--shape", "64"]
     counted = []
@@ -306,6 +337,16 @@ def test_devices_are_made_where_jax_has_not_started(tmp_path, topology):
     )
     assert result.returncode == 0, result.stderr
     assert "compiled for cpu:4: [64, 2] bfloat16, over context=4" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--topology", "local"], ["--topology", "cpu"]])
+def test_the_benchmarks_leave_other_commands_their_devices(capsys, monkeypatch, arguments):
+    for name in ("XLA_FLAGS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    status, _, _ = run(capsys, "audit", *arguments, "--shape", "1,64", "--layout", "zigzig")
+    assert status == 2
+    assert "XLA_FLAGS" not in os.environ
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
 def test_a_tpu_program_has_an_estimate_that_is_called_one(capsys):

@@ -118,13 +118,69 @@ def test_reorder_sequence_refuses(kind):
     x = kind((2, 24))
     refused(lambda: reorder_sequence(x, 1), "cp_size is 1", "even", "such as 2")
     refused(lambda: reorder_sequence(x, 3), "cp_size is 3", "such as 4")
-    refused(lambda: reorder_sequence(x, 0), "cp_size is 0")
-    refused(lambda: reorder_sequence(x, 2.0), "cp_size is 2.0", error=TypeError)
+    refused(lambda: reorder_sequence(x, 0), "cp_size is 0", "an even number, such as 2")
+    refused(lambda: reorder_sequence(x, -3), "cp_size is -3", "an even number, such as 2")
+    refused(lambda: reorder_sequence(x, 2.0), "cp_size is 2.0", "such as 2", error=TypeError)
+    refused(lambda: reorder_sequence(x, "4"), "'4'", "an even number, such as 4", error=TypeError)
+    refused(lambda: reorder_sequence(x, "3"), "'3'", "such as 4", error=TypeError)
+    refused(lambda: reorder_sequence(x, None), "None", "such as 2", error=TypeError)
+    refused(lambda: reorder_sequence(x, True), "True", "such as 2", error=TypeError)
+    refused(lambda: reorder_sequence(x[:, :0], 2), "length 0", "multiple of 4")
     refused(lambda: reorder_sequence(x, 8), "length 24", "multiple of 16")
     refused(lambda: reorder_sequence(x, 2, 2), "axis 2 of 'tensor'")
     refused(lambda: reorder_sequence(x, 2, None), "seq_dim is None", error=TypeError)
     jitted = jax.jit(reorder_sequence, static_argnames=STATIC)
     refused(lambda: jitted(x, cp_size=8), "length 24")
+
+
+def test_what_would_be_lost_or_misread_is_refused():
+    x = np.arange(8)
+    masked = np.ma.array(x, mask=x > 4)
+    words = ("'tensor' is a masked array", "filled(0)")
+    refused(lambda: reorder_sequence(masked, 2, 0), *words, error=TypeError)
+    refused(lambda: reorder_mask_load_balancing(masked, 2, 0), *words, error=TypeError)
+    batch = {"inputs": masked[None]}
+    refused(lambda: reorder_causal_load_balanced(batch, 2), "'inputs' is a masked", error=TypeError)
+    batch = {"images": masked}
+    assert reorder_causal_load_balanced(batch, 2)["images"] is masked
+    for given in ("False", 0, None):
+        words = (f"to_contiguous is {given!r}", "True or False")
+        refused(lambda given=given: reorder_sequence(x, 2, 0, given), *words, error=TypeError)
+    oracle.same_bits(reorder_sequence(x, 2, 0, np.bool_(False)), reorder_sequence(x, 2, 0))
+
+
+def test_no_option_is_named_that_is_not_there():
+    """What plait.reorder says of an array without the axis, a user of these names can not do."""
+
+    def says(call, *words, error):
+        with pytest.raises(error) as raised:
+            call()
+        message = str(raised.value)
+        assert all(word in message for word in words), message
+        assert "axis None" not in message
+        assert "or None" not in message
+
+    scalar, rows = np.float32(3), np.arange(8)[None].tolist()
+    cp = ContextParallel(Zigzag(2))
+    says(lambda: reorder_sequence(scalar, 2), "'tensor'", "0 dimensions", error=ValueError)
+    says(lambda: reorder_sequence(rows, 2), "'tensor.0.0' is a int", "np.asarray", error=TypeError)
+    says(lambda: reorder_mask_load_balancing(None, 2, 1), "tensor is None", error=TypeError)
+    batch = {"inputs": rows}
+    says(lambda: reorder_causal_load_balanced(batch, 4), "'inputs.0.0' is a int", error=TypeError)
+    says(lambda: roll_and_mask(scalar, cp), "0 dimensions", error=ValueError)
+    refused(lambda: plait.reorder(scalar, Zigzag(2)), "the axis None to pass it through")
+
+
+def test_a_batch_may_have_keys_of_any_kind():
+    x = np.arange(8)[None]
+    batch = {"inputs": x, 3: x, ("a", 1): "text", None: None}
+    found = reorder_causal_load_balanced(batch, 2)
+    assert list(found) == list(batch)
+    assert found["inputs"].tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
+    assert all(found[key] is batch[key] for key in list(batch)[1:])
+    for given in ([x], x, None):
+        words = (f"batch is a {type(given).__name__}", "such as {'inputs': tokens}")
+        refused(lambda g=given: reorder_causal_load_balanced(g, 4), *words, error=TypeError)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -236,6 +292,12 @@ def test_batch_refuses(rng):
     batch = batch_of(rng)
     refused(lambda: reorder_causal_load_balanced(batch, 3), "cp_size is 3")
     refused(lambda: reorder_causal_load_balanced(batch, 5, "striped"), "'corruption_mask'", "5")
+    for size, nearest in ((0, 1), (-2, 1)):
+        words = (f"cp_size is {size}", f"at least 1, such as {nearest}")
+        refused(lambda n=size: reorder_causal_load_balanced(batch, n, "striped"), *words)
+    short = {"inputs": np.arange(8)[None]}
+    words = ("'inputs' has length 8", "Striped(3", "multiple of 3")
+    refused(lambda: reorder_causal_load_balanced(short, 3, "striped"), *words)
     batch["targets"] = batch["targets"][:, :12]
     refused(lambda: reorder_causal_load_balanced(batch, 8), "'targets'", "length 12")
     refused(lambda: reorder_causal_load_balanced(batch, 4, "auto"), "'auto'", "trainer")

@@ -18,12 +18,18 @@ def moved_tokens(source: Layout, target: Layout, sequence_length: int) -> int:
       sequence_length: of the whole sequence, in tokens.
 
     Raises:
+      TypeError: what is no layout.
       ValueError: a length that a layout does not accept, layouts of different numbers of ranks.
 
     >>> from plait import Contiguous, HalfSwap, Zigzag
     >>> moved_tokens(Contiguous(8), Zigzag(8), 64), moved_tokens(Contiguous(8), HalfSwap(8), 64)
     (8, 4)
     """
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"{name} is {layout!r}; it needs to be a layout, such as plait.Contiguous(8)"
+            )
     if source.ranks != target.ranks:
         raise ValueError(
             f"{source!r} has {source.ranks} ranks and {target!r} has {target.ranks}; a move needs "

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import os
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -42,6 +43,9 @@ _WHOLES = {"custom-call", "fusion"}
 _NO_ESTIMATE = 2**63 - 1  # what the TPU compiler writes for a gather that the SparseCores do
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
+BY_THE_COMPILER = "made by the compiler"
+"""The source of an instruction that no line of code asks for."""
+
 _PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -52,12 +56,15 @@ def _bits(element_type: str) -> int:
     return int(digits[0]) if digits else 0
 
 
+def _element_type(shape: Any) -> str:
+    kinds = proto.ELEMENT_TYPES
+    return kinds[shape.element_type] if shape.element_type < len(kinds) else "invalid"
+
+
 def _bytes_of(shape: Any) -> int:
     if shape.tuple_shapes:
         return sum(_bytes_of(part) for part in shape.tuple_shapes)
-    kinds = proto.ELEMENT_TYPES
-    kind = kinds[shape.element_type] if shape.element_type < len(kinds) else "invalid"
-    return _bits(kind) * math.prod(shape.dimensions) // 8
+    return _bits(_element_type(shape)) * math.prod(shape.dimensions) // 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,9 +118,19 @@ class Instruction:
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
-        """The compiler's own notes on an instruction, where it writes them as JSON."""
+        """The compiler's own notes on an instruction, where it writes them as JSON.
+
+        Those of a custom call are its target's, in any form; what is no JSON there says nothing.
+        """
         text = self.message.backend_config
-        return json.loads(text) if text[:1] == b"{" else {}
+        if text[:1] != b"{":
+            return {}
+        if self.opcode != "custom-call":
+            return json.loads(text)
+        try:
+            return json.loads(text.decode(errors="replace"))
+        except json.JSONDecodeError:
+            return {}
 
     @property
     def estimated_cycles(self) -> int:
@@ -188,7 +205,7 @@ class Instruction:
         frames = self.frames
         for file, line in [f for f in frames if not f[0].startswith(_PLAIT)] or frames:
             return f"{file}:{line}"
-        return "made by the compiler"
+        return BY_THE_COMPILER
 
 
 def _behind(instruction: Instruction, kinds: Collection[str] = ("bitcast",)) -> Instruction:
@@ -202,11 +219,19 @@ _behind_copies = functools.partial(_behind, kinds=("bitcast", "copy"))
 
 
 def _integer(instruction: Instruction) -> int | None:
-    """The value of a constant integer, also behind a copy."""
-    instruction = _behind_copies(instruction)
-    literal = instruction.message.literal
-    values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
-    return values[0] if instruction.opcode == "constant" and len(values) == 1 else None
+    """The value of a constant integer of any width, also behind a copy."""
+    constant = _behind_copies(instruction)
+    kind = _element_type(constant.message.shape)
+    if constant.opcode != "constant" or kind[:1] not in "su" or not kind[1:].isdecimal():
+        return None
+    values = getattr(constant.message.literal, f"{kind}s")
+    bits = _bits(kind)
+    if bits >= 32:
+        return values[0] if len(values) == 1 else None
+    if constant.result_bytes > (bits + 7) // 8:
+        return None  # an array
+    value = int.from_bytes(values, "little") % 2**bits
+    return value - 2**bits if kind[0] == "s" and value >= 2 ** (bits - 1) else value
 
 
 def _counted_turns(loop: Instruction) -> int | None:
@@ -236,23 +261,30 @@ def _counted_turns(loop: Instruction) -> int | None:
     return max(0, last - first) if counts_up else None
 
 
-def _read_of(parameter: Instruction) -> int:
-    """Bytes that a fused computation reads of a parameter: a slice reads only what it takes."""
+def _read_of(value: Instruction, callers: tuple[Instruction, ...] = ()) -> int:
+    """Bytes that a fused computation reads of a value: a slice reads only what it takes.
+
+    `callers` are the fusions, from the outermost, whose bodies the value stands in below the first.
+    What a body hands on is read where its caller's result is, and all of it at the end.
+    """
     read = 0
-    for user in parameter.users:
+    if value is value.computation.root:
+        read = _read_of(callers[-1], callers[:-1]) if callers else value.result_bytes
+    for user in value.users:
         if user.opcode == "bitcast":
-            read += _read_of(user)
-        elif user.opcode in _SLICES and user.operands[0] is parameter:
+            read += _read_of(user, callers)
+        elif user.opcode in _SLICES and user.operands[0] is value:
             read += user.result_bytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] is parameter:
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] is value:
             pass  # updated in place
         elif user.opcode == "fusion":  # fusions nest, and a slice may stand in the inner one
             inner = [i for i in user.called[0].instructions if i.opcode == "parameter"]
-            places = [n for n, operand in enumerate(user.operands) if operand is parameter]
-            read += sum(_read_of(i) for i in inner if i.message.parameter_number in places)
+            places = [n for n, operand in enumerate(user.operands) if operand is value]
+            within = (*callers, user)
+            read += sum(_read_of(i, within) for i in inner if i.message.parameter_number in places)
         else:
-            return parameter.result_bytes
-    return min(read, parameter.result_bytes)
+            return value.result_bytes
+    return min(read, value.result_bytes)
 
 
 def _fusion_bytes(fusion: Instruction, body: Computation) -> int:
@@ -279,6 +311,20 @@ def _turns(instruction: Instruction) -> int:
     return instruction.module.unknown_turns if known is None else known
 
 
+def check_turns(unknown_turns: Any) -> None:
+    """An error unless a loop can be counted so often."""
+    try:
+        turns = operator.index(unknown_turns)
+    except TypeError:
+        number = isinstance(unknown_turns, float) and math.isfinite(unknown_turns)
+        nearest = max(0, round(unknown_turns)) if number else 1
+        raise TypeError(
+            f"unknown_turns is {unknown_turns!r}; it needs to be an integer, such as {nearest}"
+        ) from None
+    if turns < 0:
+        raise ValueError(f"unknown_turns is {turns}; it needs to be at least 0")
+
+
 @dataclasses.dataclass(eq=False)
 class Execution:
     """An instruction in the place where it runs, and how often that place runs."""
@@ -299,6 +345,7 @@ class Module:
     """
 
     def __init__(self, serialized: bytes, unknown_turns: int = 1):
+        check_turns(unknown_turns)
         message = proto.parse(serialized)
         self.unknown_turns = unknown_turns
         self.name: str = message.name

@@ -56,6 +56,17 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "s64s": (5, "int64[]"),
         "u32s": (6, "uint32[]"),
         "u64s": (7, "uint64[]"),
+        # Narrower integers are bytes, the lowest first, and those below a byte one in a byte.
+        "u8s": (3, "bytes"),
+        "s8s": (15, "bytes"),
+        "u16s": (16, "bytes"),
+        "s16s": (17, "bytes"),
+        "s4s": (21, "bytes"),
+        "u4s": (22, "bytes"),
+        "s2s": (26, "bytes"),
+        "u2s": (27, "bytes"),
+        "s1s": (30, "bytes"),
+        "u1s": (31, "bytes"),
     },
     "Metadata": {
         "op_name": (2, "string"),

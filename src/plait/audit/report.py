@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
+import numbers
 from typing import Any
 
-from plait.audit.hlo import COLLECTIVES, Instruction, Module
+from plait.audit.hlo import BY_THE_COMPILER, COLLECTIVES, Instruction, Module
 
 _PLURALS = {
     "gathers": "gather",
@@ -178,15 +180,19 @@ class Report:
         Raises:
           RequirementError: an AssertionError that lists every requirement that does not hold with
             the instructions that break it and the lines of code that made them.
+          TypeError: a requirement that is no number, or a count that is no integer.
         """
-        given = locals()
+        given = {name: value for name, value in locals().items() if name != "self"}
+        for name, value in given.items():
+            _check_number(name, value)
         failures = []
         for plural, kind in _PLURALS.items():
             found = [o for o in self.operations if o.kind == kind]
             failures += _miscount(plural, len(found), given[plural], found)
         failures += _miscount("collectives", len(self.collectives), collectives, self.collectives)
         failures += _miscount("stages", self.stages, stages, self.collectives)
-        heavy = sorted(self.operations, key=lambda o: -o.accessed_bytes * o.executions)
+        moving = [o for o in self.operations if o.accessed_bytes and o.executions]
+        heavy = sorted(moving, key=lambda o: -o.accessed_bytes * o.executions)
         for name, figure, bound, culprits in (
             ("temp_bytes", self.temp_bytes, temp_bytes_at_most, heavy[:5]),
             ("hbm_bytes", self.hbm_bytes, hbm_bytes_at_most, heavy[:5]),
@@ -194,8 +200,7 @@ class Report:
             ("traffic_bytes", self.traffic_bytes, traffic_bytes_at_most, self.collectives),
         ):
             if bound is not None and not figure <= bound:
-                shown = f"{figure:.3g}" if isinstance(figure, float) else f"{figure:,}"
-                limit = f"{bound:.3g}" if isinstance(bound, float) else f"{bound:,}"
+                shown, limit = _apart(figure, bound)
                 failures.append(f"{name} is {shown}; at most {limit} is asked" + _list(culprits))
         if failures:
             raise RequirementError(f"compiled for {self.topology}:\n" + "\n".join(failures))
@@ -222,8 +227,36 @@ def _miscount(name: str, found: int, wanted: int | None, culprits: Any) -> list[
     return [f"{name} is {found}; {wanted} is asked" + _list(culprits)]
 
 
+def _check_number(name: str, value: Any) -> None:
+    """TypeError unless it is None, an integer, or for a bound any number."""
+    bound = name.endswith("_at_most")
+    is_number = isinstance(value, numbers.Real) and value == value
+    if value is None or (is_number and (bound or isinstance(value, numbers.Integral))):
+        return
+    kind = "a number" if bound else "an integer"
+    text = isinstance(value, str) and value.strip().isdecimal()
+    works = int(value) if text or (is_number and abs(value) < math.inf) else 0
+    raise TypeError(f"{name} is required to be {value!r}; it needs {kind}, such as {works}")
+
+
+def _apart(figure: float, bound: float) -> tuple[str, str]:
+    """Two different numbers as text, with as many digits as tell them apart, at least three."""
+    for digits in range(3, 18):
+        shown, limit = (_digits(x, digits) for x in (figure, bound))
+        if shown != limit:
+            break
+    return shown, limit
+
+
+def _digits(x: float, digits: int) -> str:
+    return f"{int(x):,}" if x % 1 == 0 else f"{x:.{digits}g}"
+
+
 def _list(culprits: Any) -> str:
-    lines = [f"\n  {culprit.kind} {culprit.name}, made at {culprit.source}" for culprit in culprits]
+    lines = []
+    for culprit in culprits:
+        by = culprit.source if culprit.source == BY_THE_COMPILER else f"made at {culprit.source}"
+        lines.append(f"\n  {culprit.kind} {culprit.name}, {by}")
     more = [f"\n  and {len(lines) - 8} more"] if len(lines) > 8 else []
     return "".join(lines[:8] + more)
 

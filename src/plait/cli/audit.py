@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 import plait
 from plait.audit import Report, Topology, compile_for, topology
+from plait.audit.arguments import SpecError
 from plait.audit.topology import CHIPS
 from plait.cli.arguments import LAYOUTS, UserError, integer, names
 from plait.cli.devices import start_on_cpu
@@ -26,6 +27,7 @@ from plait.cli.figures import COLLECTIVES, FIGURES, notes, table
 from plait.cli.variants import (
     AXIS,
     MOVES,
+    SHAPE,
     Variant,
     check_mesh,
     check_spec,
@@ -37,7 +39,7 @@ from plait.cli.variants import (
 )
 
 TOPOLOGY = "v5p:4x4x8"
-SHAPE, DTYPE = "1,131072,1,576", "bfloat16"
+DTYPE = "bfloat16"
 DEFAULT_LAYOUTS = ("zigzag", "half-swap", "striped")
 MOST_DEVICES = 1024
 WIDTH = 100
@@ -221,21 +223,16 @@ def _writable(flag: str, given: str | None) -> Path | None:
 
 
 def _repeated(flag: str, given: list[str], count: int) -> list[str]:
-    if len(given) not in (1, count):
+    if count and len(given) not in (1, count):
         raise UserError(
             f"plait audit: {flag} is given {len(given)} times for arguments: {count}; once, or "
             f"{count} times, works"
         )
-    return given * count if len(given) == 1 else given
+    return given * count if len(given) == 1 else given[:count]
 
 
 def _avals(arguments: argparse.Namespace) -> list[jax.ShapeDtypeStruct]:
     shapes = arguments.shape or ([] if arguments.function else [SHAPE])
-    if not shapes:
-        raise UserError(
-            "plait audit: a function needs the --shape of each of its arguments: "
-            f"--shape {SHAPE} works"
-        )
     if len(shapes) > 1 and not arguments.function:
         raise UserError(
             f"plait audit: --shape is given {len(shapes)} times; a move takes one array: "
@@ -331,6 +328,8 @@ def _compile(
                 network_floor_bytes=variant.network_floor_bytes,
                 unknown_turns=turns,
             )
+        except SpecError as error:
+            raise UserError(f"plait audit: --out-spec does not fit: {error}") from None
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
@@ -388,7 +387,7 @@ def _options(
 def _described(options: dict[str, Any]) -> str:
     """The arguments and the mesh in one line."""
     pairs = zip(options["shapes"], options["dtypes"], strict=True)
-    arrays = ", ".join(f"{shape} {dtype}" for shape, dtype in pairs)
+    arrays = ", ".join(f"{shape} {dtype}" for shape, dtype in pairs) or "no arguments"
     if not options["mesh"]:
         return f"{arrays}, on one device"
     return f"{arrays}, over " + ", ".join(f"{k}={v}" for k, v in options["mesh"].items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import pathlib
@@ -36,11 +37,15 @@ def add_command(commands: Any) -> None:
             benchmark.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
             continue
         module = _module(folder, name)
-        # Compilers that need no hardware are asked, and the CPU is eight devices where timed.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-        os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
         module.add_arguments(benchmark)
-        benchmark.set_defaults(run=module.run)
+        benchmark.set_defaults(run=functools.partial(_run, module))
+
+
+def _run(module: Any, arguments: argparse.Namespace) -> int:
+    # Compilers that need no hardware are asked, and the CPU is eight devices where timed.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    return module.run(arguments)
 
 
 def _folder() -> pathlib.Path | None:
@@ -59,5 +64,6 @@ def _module(folder: pathlib.Path, name: str) -> Any:
 
 def _refuse(_: argparse.Namespace) -> int:
     raise UserError(
-        "bench: benchmarks/ is not installed with plait; run it in a checkout of the repository"
+        "plait bench: benchmarks/ is not installed with plait; run it in a checkout of the "
+        "repository"
     )

@@ -24,6 +24,7 @@ from plait.audit import Topology, moved_tokens
 from plait.cli.arguments import UserError
 
 AXIS = "context"
+SHAPE = "1,131072,1,576"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,15 +159,7 @@ def of_function(
       UserError: it is not found, or already jitted where `out_specs` are given.
     """
     fn = _load(path)
-    try:
-        inspect.signature(fn).bind(*avals)
-    except TypeError as error:
-        raise UserError(
-            f"plait audit: --shape is given for {len(avals)} arguments and {path} takes others "
-            f"({error}): a --shape for each, in their order, works"
-        ) from None
-    except ValueError:  # what it takes is not known
-        pass
+    _check_call(path, fn, len(avals))
     if out_specs and hasattr(fn, "lower"):
         raise UserError(
             f"plait audit: --out-spec is given and {path} is jitted already: say out_shardings to "
@@ -179,6 +172,40 @@ def of_function(
         in_specs=None if in_specs is None else tuple(in_specs),
         out_specs=out_specs and (out_specs[0] if len(out_specs) == 1 else tuple(out_specs)),
     )
+
+
+def _check_call(path: str, fn: Callable[..., Any], count: int) -> None:
+    """UserError unless the function takes so many arguments, one after the other."""
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # what it takes is not known
+        return
+    parameters = signature.parameters.values()
+    required = [p for p in parameters if p.default is p.empty]
+    by_name = [p.name for p in required if p.kind is p.KEYWORD_ONLY]
+    if by_name:
+        raise UserError(
+            f"plait audit: {path} takes {by_name[0]!r} by name alone and --shape gives arguments "
+            f"in their order: functools.partial({path.partition(':')[2]}, {by_name[0]}=...) in the "
+            "module works"
+        )
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        least = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
+        if not count:
+            raise UserError(
+                "plait audit: a function needs the --shape of each of its arguments: "
+                f"--shape {SHAPE} works"
+            ) from None
+        works = f"--shape {least} times, in their order," if least else "leaving --shape out"
+        raise UserError(
+            f"plait audit: --shape is given for {count} arguments and {path} takes others "
+            f"({error}): {works} works"
+        ) from None
+
+
+_ABSENT = object()
 
 
 def _load(path: str) -> Callable[..., Any]:
@@ -195,23 +222,29 @@ def _load(path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there and itself imports what is not
+        works = (
+            f"{module_name.removesuffix('.py')}:{name} works, without .py"
+            if module_name.endswith(".py")
+            else f"the path of {module_name}.py works with dots for slashes and without .py"
+        )
         raise UserError(
             f"plait audit: the function is {path!r} and no module {error.name!r} is installed or "
-            f"in the current directory: the path of {module_name}.py works with dots for slashes "
-            "and without .py"
+            f"in the current directory: {works}"
         ) from None
     try:
         found = operator.attrgetter(name)(module)
     except AttributeError:
-        found = None
+        found = _ABSENT
     if not callable(found):
         known = [n for n, value in vars(module).items() if _is_own_function(value, module_name)]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0)
         works = f"{module_name}:{near[0]} works" if near else "it has no function at all"
-        raise UserError(
-            f"plait audit: the function is {path!r}; {module_name} has no function {name!r}: "
-            f"{works}"
+        what = (
+            f"{module_name} has no function {name!r}"
+            if found is _ABSENT
+            else f"{name} is no function but of type {type(found).__name__}"
         )
+        raise UserError(f"plait audit: the function is {path!r}; {what}: {works}")
     return found
 
 
@@ -231,17 +264,33 @@ def parse_aval(shape: str, dtype: str) -> jax.ShapeDtypeStruct:
             f"plait audit: --shape is {shape!r}; it needs sizes with commas between: "
             "1,131072,1,576 works"
         )
-    try:
-        kind = jnp.dtype(dtype)
-        supported = kind == jax.dtypes.canonicalize_dtype(kind)
-    except TypeError:
-        supported = False
-    if not supported:
+    if not _is_dtype(dtype):
         raise UserError(
             f"plait audit: --dtype is {dtype!r}; it needs the name of a dtype that jax has on, "
-            "such as bfloat16, float32, int32: bfloat16 works"
+            f"such as bfloat16, float32, int32: {_near_dtype(dtype)} works"
         )
-    return jax.ShapeDtypeStruct(tuple(map(int, sizes)), kind)
+    return jax.ShapeDtypeStruct(tuple(map(int, sizes)), jnp.dtype(dtype))
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        return jnp.dtype(name) == jax.dtypes.canonicalize_dtype(jnp.dtype(name))
+    except TypeError:
+        return False
+
+
+_ABBREVIATED = {"bf": "bfloat", "f": "float", "fp": "float", "i": "int", "s": "int", "u": "uint"}
+
+
+def _near_dtype(name: str) -> str:
+    """The dtype that an abbreviation such as "bf16" means; else bfloat16.
+
+    >>> _near_dtype("bf16"), _near_dtype("f32"), _near_dtype("float64")
+    ('bfloat16', 'float32', 'bfloat16')
+    """
+    letters = name.rstrip("0123456789")
+    long = _ABBREVIATED.get(letters, "") + name[len(letters) :]
+    return long if _is_dtype(long) else "bfloat16"
 
 
 def parse_spec(flag: str, text: str, sizes: Mapping[str, int]) -> PartitionSpec:

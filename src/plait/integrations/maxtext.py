@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding
 
 from plait.context import ContextParallel
 from plait.exchange import move_array
-from plait.layout import Contiguous, Layout, Striped, Zigzag, at_least_one
+from plait.layout import Contiguous, Layout, Striped, Zigzag
 from plait.mesh import AnyMesh, Axes, as_names, explicit_axes, typed_spec
 from plait.permute import Relayout, permute
-from plait.tree import map_axis
+from plait.tree import check_unmasked, map_axis
 
 REORDERED_KEYS = frozenset(
     {
@@ -66,7 +66,9 @@ class ReorderStrategy(enum.Enum):
 
     def layout(self, cp_size: int) -> Layout:
         """The plait layout of this order: `Zigzag(cp_size)`, or `Striped(cp_size)` by one token."""
-        return Striped(cp_size) if self is ReorderStrategy.STRIPED else _zigzag(cp_size)
+        if self is ReorderStrategy.STRIPED:
+            return Striped(_ranks(cp_size, "an integer of at least 1", 1))
+        return _zigzag(cp_size)
 
 
 def reorder_sequence(
@@ -89,7 +91,8 @@ def reorder_sequence(
     `ContextParallel.reorder`, which is told the axis.
 
     Raises:
-      ValueError: an odd cp_size (1 too), a length that is no multiple of `2 * cp_size`, an axis
+      TypeError: what is no array, a masked array, a to_contiguous that is no bool.
+      ValueError: an odd cp_size (1 too), a length of 0 or no multiple of `2 * cp_size`, an axis
         that does not exist, a sequence sharded by Explicit type over other than cp_size devices.
 
     >>> import numpy as np
@@ -99,11 +102,14 @@ def reorder_sequence(
     if tensor is None:
         return None
     layout = _zigzag(cp_size)
+    if not isinstance(to_contiguous, bool | np.bool_):
+        raise TypeError(f"to_contiguous is {to_contiguous!r}; it needs to be True or False")
 
     def move(x: Any, axis: int, name: str) -> Any:
-        return _move(x, layout, axis, name, to_contiguous)
+        return _move(x, layout, axis, name, bool(to_contiguous))
 
-    return map_axis(move, {"tensor": tensor}, _integer("seq_dim", seq_dim))["tensor"]
+    axis = _integer("seq_dim", seq_dim)
+    return map_axis(move, {"tensor": tensor}, axis, may_pass=False)["tensor"]
 
 
 def reorder_causal_load_balanced(
@@ -125,6 +131,7 @@ def reorder_causal_load_balanced(
       hardware: taken for the sake of MaxText's callers; both orders work on every platform.
 
     Raises:
+      TypeError: a batch that is no mapping, or under a reordered key what is no array.
       ValueError: as `reorder_sequence`, by key; for STRIPED the length needs to be a multiple of
         cp_size, which may be odd.
 
@@ -134,9 +141,22 @@ def reorder_causal_load_balanced(
     array([[0, 2, 4, 6, 1, 3, 5, 7]])
     """
     layout = ReorderStrategy(reorder_strategy).layout(cp_size)
-    axes = {key: 1 if key in REORDERED_KEYS else None for key in batch}
-    moved = map_axis(lambda x, axis, name: _move(x, layout, axis, name), dict(batch), axes)
-    return {key: moved[key] for key in batch}
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}; it needs to be a mapping of arrays by name, such "
+            "as {'inputs': tokens}"
+        )
+
+    def move(x: Any, axis: int, name: str) -> Any:
+        return _move(x, layout, axis, name)
+
+    # One by one, as the other keys may be of kinds that no pytree sorts.
+    return {
+        key: map_axis(move, {key: value}, 1, may_pass=False)[key]
+        if key in REORDERED_KEYS
+        else value
+        for key, value in batch.items()
+    }
 
 
 def reorder_mask_load_balancing(tensor: Any, cp_size: int, seq_dim: int) -> np.ndarray:
@@ -146,7 +166,7 @@ def reorder_mask_load_balancing(tensor: Any, cp_size: int, seq_dim: int) -> np.n
     positions of the queries. The keys stay in source order.
 
     Raises:
-      TypeError: an array that is traced.
+      TypeError: an array that is traced, a masked array, None.
       ValueError: as `reorder_sequence`.
 
     >>> import numpy as np
@@ -161,6 +181,9 @@ def reorder_mask_load_balancing(tensor: Any, cp_size: int, seq_dim: int) -> np.n
             f"tensor is {tensor}, a traced array; it needs to be known on the host: make the mask "
             "with NumPy, or use reorder_sequence"
         )
+    if tensor is None:
+        raise TypeError("tensor is None; an array is needed, such as the mask of a kernel")
+    check_unmasked(tensor, "'tensor'")
     return reorder_sequence(np.asarray(tensor), cp_size, seq_dim)
 
 
@@ -212,7 +235,7 @@ def roll_and_mask(
     def roll(x: Any, axis: int, name: str) -> Any:
         return cp.lookahead(x, by, axis, segment_ids=segment_ids, fill=0, mesh=mesh, local=local)
 
-    return map_axis(roll, tree, 1)
+    return map_axis(roll, tree, 1, may_pass=False)
 
 
 def _integer(name: str, value: Any) -> int:
@@ -225,8 +248,26 @@ def _integer(name: str, value: Any) -> int:
         ) from None
 
 
+def _ranks(cp_size: Any, needed: str, multiple: int) -> int:
+    """cp_size as an int of at least 1; errors say what is needed and the nearest that works."""
+    number: Any = cp_size
+    if isinstance(cp_size, str) and cp_size.isdecimal():
+        number = int(cp_size)
+    try:
+        rounded = max(1, -(-int(number) // multiple)) * multiple
+    except (TypeError, ValueError, OverflowError):
+        rounded = multiple
+    error = f"cp_size is {cp_size!r}; it needs to be {needed}, such as {rounded}"
+    if isinstance(cp_size, bool) or not hasattr(cp_size, "__index__"):
+        raise TypeError(error)
+    ranks = operator.index(cp_size)
+    if ranks < 1:
+        raise ValueError(error)
+    return ranks
+
+
 def _zigzag(cp_size: Any) -> Zigzag:
-    ranks = at_least_one("cp_size", cp_size)
+    ranks = _ranks(cp_size, "an even number", 2)
     if ranks % 2:
         raise ValueError(
             f"cp_size is {ranks}; MaxText's zigzag order needs an even number of ranks, such as "
