@@ -30,7 +30,7 @@ import numpy as np
 import pages
 import plait
 from balance_worker import WAYS, Spec
-from plait import visible_pairs
+from plait import Causal
 from plait.cli.arguments import LAYOUTS, UserError, integer
 
 BASE = "contiguous"
@@ -206,7 +206,7 @@ def ratios(rows: Rows, layout: str, clock: str) -> dict[str, float]:
 
 def limit(ranks: int, tokens: int) -> float:
     """The ratio of the visible pairs, which a kernel that visits no others would come to."""
-    pairs = [visible_pairs(LAYOUTS[name](ranks), tokens).max() for name in (BASE, BALANCED[0])]
+    pairs = [LAYOUTS[name](ranks).work(tokens, Causal()).max() for name in (BASE, BALANCED[0])]
     return float(pairs[0] / pairs[1])
 
 
