@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from plait import Contiguous, HalfSwap, Striped, Zigzag
+from plait import Causal, Contiguous, HalfSwap, Striped, Zigzag
 from plait.cli import main, picture, text, train
 from plait.cli.alone import time_ranks
 from plait.cli.demo import Measured
@@ -50,6 +50,9 @@ def fake_train(monkeypatch, factor=1.0):
         (["--sequence-length", "4104", "--layout", "zigzag"], "Zigzag(8)", "4112 works"),
         (["--layout", "zigzig"], "--layout is 'zigzig'", "zigzag works"),
         (["--layout", "zigzag,"], "--layout is ''", "zigzag works"),
+        (["--strategy", "rings"], "--strategy is 'rings'", "ring works"),
+        (["--mask", "window"], "--mask is 'window'", "window:512 works"),
+        (["--kernel", "splosh"], "--kernel is 'splosh'", "auto works"),
         (["--out", "/dev/null/here"], "--out is '/dev/null/here'", ". works"),
     ],
 )
@@ -109,14 +112,22 @@ def test_missing_packages_name_the_extra(capsys, monkeypatch):
 def test_trains_and_agrees(capsys, tmp_path):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
-    status, out, err = run(capsys, *SMALL, "--layout", "zigzag", "--out", str(tmp_path))
+    options = ["--layout", "zigzag", "--mask", "window:100", "--out", str(tmp_path)]
+    status, out, err = run(capsys, *SMALL, *options)
     assert (status, err) == (0, "")
-    for expected in ("one device", "zigzag", "padding", "share this machine's cores"):
+    for expected in (
+        "one device",
+        "zigzag, all_gather",
+        "zigzag, ring",
+        "padding",
+        "share this machine's cores",
+    ):
         assert expected in out
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
     numbers = json.loads((tmp_path / "demo.json").read_text())
-    assert list(numbers["layouts"]) == ["zigzag"]
+    assert list(numbers["runs"]) == ["zigzag, all_gather", "zigzag, ring"]
+    assert numbers["mask"] == "SlidingWindow(left=100, right=0)"
     assert 0 <= numbers["largest_relative_difference"] <= 1e-5
     losses = numbers["one_device"]["losses"]
     assert len(losses) == 3
@@ -124,7 +135,7 @@ def test_trains_and_agrees(capsys, tmp_path):
     assert losses[-1] < losses[0]
     packed = numbers["text"]
     assert packed["tokens"] + packed["padding"] == 3 * 256
-    for name, one in numbers["layouts"].items():
+    for name, one in numbers["runs"].items():
         np.testing.assert_allclose(one["losses"], losses, rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(
             one["gradient_norms"], numbers["one_device"]["gradient_norms"], rtol=1e-5, err_msg=name
@@ -133,7 +144,8 @@ def test_trains_and_agrees(capsys, tmp_path):
         assert np.shape(one["attention_alone_seconds"]) == (3, 2)
         assert one["busiest_over_mean"] >= 1
         assert len(one["blocks_computed_by_rank"]) == len(one["blocks_skipped_by_rank"]) == 2
-    assert numbers["layouts"]["zigzag"]["layout"] == "zigzag"
+    assert numbers["runs"]["zigzag, ring"]["layout"] == "zigzag"
+    assert numbers["runs"]["zigzag, ring"]["strategy"] == "ring"
 
 
 @pytest.mark.parametrize("factor", [1.00002, float("nan")])
@@ -147,13 +159,13 @@ def test_runs_that_disagree_exit_with_1(capsys, monkeypatch, tmp_path, factor):
 def test_layouts_may_be_repeated_and_the_picture_named(capsys, monkeypatch, tmp_path):
     fake_train(monkeypatch)
     path = tmp_path / "new" / "picture.svg"
-    layouts = ["--layout", "half-swap", "--layout", "contiguous,half-swap"]
+    layouts = ["--layout", "half-swap", "--layout", "contiguous,half-swap", "--strategy", "ring"]
     status, _, _ = run(capsys, *SMALL, *layouts, "--out", str(path))
     assert status == 0
     assert "<svg" in path.read_text()
     numbers = json.loads((tmp_path / "new" / "picture.json").read_text())
-    assert list(numbers["layouts"]) == ["half-swap", "contiguous"]
-    by_layout = [np.sum(one["visible_pairs"], axis=1) for one in numbers["layouts"].values()]
+    assert list(numbers["runs"]) == ["half-swap", "contiguous"]
+    by_layout = [np.sum(one["visible_pairs"], axis=1) for one in numbers["runs"].values()]
     np.testing.assert_array_equal(*by_layout)
 
 
@@ -173,7 +185,7 @@ def test_the_first_step_is_left_out_of_the_time():
 
 def test_each_rank_is_timed():
     ids = np.ones((2, 128), np.int32)
-    seconds = time_ranks(Zigzag(4), ids, jax.devices()[0])
+    seconds = time_ranks(Zigzag(4), ids, jax.devices()[0], Causal())
     assert seconds.shape == (2, 4)
     assert (seconds > 0).all()
 
@@ -183,6 +195,6 @@ def test_each_rank_is_timed():
 def test_a_picture_is_drawn(tmp_path, ranks, lengths):
     ids = np.repeat([*range(1, len(lengths)), 0], lengths).astype(np.int32)
     layouts = {kind.kind: kind(ranks) for kind in (Contiguous, Zigzag, HalfSwap, Striped)}
-    picture.draw(layouts, ids, tmp_path / "a.png")
+    picture.draw(layouts, ids, Causal(), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
     assert len({tuple(color) for color in picture.rank_colors(ranks)}) == ranks

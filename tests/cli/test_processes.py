@@ -117,7 +117,7 @@ def test_no_cluster():
 
 SMALL = [
     *("demo", "--processes", "2", "--ranks", "2", "--sequence-length", "128"),
-    *("--steps", "2", "--layout", "zigzag"),
+    *("--steps", "2", "--layout", "zigzag", "--strategy", "ring"),
 ]
 
 

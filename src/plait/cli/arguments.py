@@ -7,7 +7,17 @@ import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from plait import Contiguous, HalfSwap, Striped, Zigzag
+from plait import (
+    Causal,
+    Chunked,
+    Contiguous,
+    HalfSwap,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    Striped,
+    Zigzag,
+)
 
 LAYOUTS: dict[str, type[Contiguous | Zigzag | HalfSwap | Striped]] = {
     "contiguous": Contiguous,
@@ -74,6 +84,40 @@ zigzag works
                     f"{works} works",
                 )
         return found
+
+    return parse
+
+
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "window": SlidingWindow,
+    "chunked": lambda size: Causal() & Chunked(size),
+    "prefix": PrefixLM,
+}
+
+
+def mask(flag: str) -> Callable[[str], Mask]:
+    """The `type` of an argument that is a mask.
+
+    >>> mask("--mask")("window:127")
+    SlidingWindow(left=127, right=0)
+    >>> mask("--mask")("window")
+    Traceback (most recent call last):
+    argparse.ArgumentError: --mask is 'window'; it needs to be causal, window:TOKENS, \
+chunked:TOKENS or prefix:TOKENS: window:512 works
+    """
+
+    def parse(text: str) -> Mask:
+        name, _, tokens = text.partition(":")
+        if text == "causal":
+            return Causal()
+        if name in MASKS and tokens.isdecimal() and int(tokens) > 0:
+            return MASKS[name](int(tokens))
+        works = f"{name}:512" if name in MASKS else "causal"
+        raise argparse.ArgumentError(
+            None,
+            f"{flag} is {text!r}; it needs to be causal, window:TOKENS, chunked:TOKENS or "
+            f"prefix:TOKENS: {works} works",
+        )
 
     return parse
 

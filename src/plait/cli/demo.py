@@ -20,19 +20,23 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from plait import Causal, Layout, count_blocks
+from plait import Layout, count_blocks
 from plait.cli import processes, text
-from plait.cli.arguments import LAYOUTS, UserError, integer, names, require_extra
+from plait.cli.arguments import LAYOUTS, UserError, integer, mask, names, require_extra
 from plait.cli.devices import start_on_cpu
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from plait.cli.model import Attend
     from plait.cli.train import Run
 
 COMMAND = "plait demo"
 DEFAULT_RANKS = 8
 DEFAULT_LAYOUTS = ("contiguous", "zigzag", "half-swap")
+STRATEGIES = ("all_gather", "ring", "auto")
+DEFAULT_STRATEGIES = ("all_gather", "ring")
+KERNELS = ("auto", "blockwise")
 REFERENCE = "one device"
 SHORTEST, LONGEST = 128, 65_536
 MOST_STEPS = 50
@@ -126,6 +130,29 @@ def add_command(commands: Any) -> None:
         default=argparse.SUPPRESS,
     )
     parser.add_argument(
+        "--strategy",
+        action="append",
+        type=names("--strategy", STRATEGIES, works="ring"),
+        metavar="NAME[,NAME]",
+        help=f"strategies of attention to run each layout with: {', '.join(STRATEGIES)}; may be "
+        f"repeated (default: {','.join(DEFAULT_STRATEGIES)})",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--mask",
+        type=mask("--mask"),
+        default="causal",
+        metavar="NAME[:TOKENS]",
+        help="causal, window:TOKENS, chunked:TOKENS (within causal) or prefix:TOKENS",
+    )
+    parser.add_argument(
+        "--kernel",
+        type=names("--kernel", KERNELS, works="auto"),
+        default="auto",
+        metavar="NAME",
+        help=f"the kernel of attention: {' or '.join(KERNELS)}",
+    )
+    parser.add_argument(
         "--seed",
         type=integer("--seed", 0, 2**31 - 1, works=0),
         default=0,
@@ -198,10 +225,10 @@ def _lead(
             highlight=False,
         )
     _print_text(console, packed)
-    reference, measured = _measure(console, packed, layouts, arguments.seed, devices)
+    reference, measured = _measure(console, packed, layouts, arguments, devices)
     _print_results(console, packed, reference, measured, devices[0].platform)
 
-    picture.draw(layouts, packed.segment_ids[0], picture_path)
+    picture.draw(layouts, packed.segment_ids[0], arguments.mask, picture_path)
     numbers_path = picture_path.with_suffix(".json")
     numbers = _numbers(arguments, packed, reference, layouts, measured)
     numbers_path.write_text(json.dumps(numbers, indent=1) + "\n")
@@ -228,39 +255,62 @@ def _follow(
     from plait.cli.train import initial_weights, train
 
     weights = initial_weights(arguments.seed)
-    for layout in layouts.values():
-        train(layout, packed.tokens, packed.segment_ids, weights, devices=devices)
+    for _, layout, attend in _runs(arguments, layouts):
+        train(layout, packed.tokens, packed.segment_ids, weights, attend, devices=devices)
     return 0
+
+
+def _runs(
+    arguments: argparse.Namespace, layouts: dict[str, Layout]
+) -> list[tuple[str, Layout, Attend]]:
+    """Every layout with every strategy, named, in the order that all processes run them."""
+    from plait.cli.model import Attend
+
+    given = getattr(arguments, "strategy", [DEFAULT_STRATEGIES])
+    strategies = list(dict.fromkeys(itertools.chain(*given)))
+    (kernel,) = arguments.kernel if isinstance(arguments.kernel, list) else [arguments.kernel]
+    return [
+        (
+            name if len(strategies) == 1 else f"{name}, {strategy}",
+            layout,
+            Attend(strategy, arguments.mask, kernel),
+        )
+        for name, layout in layouts.items()
+        for strategy in strategies
+    ]
 
 
 def _measure(
     console: Console,
     packed: text.Packed,
     layouts: dict[str, Layout],
-    seed: int,
+    arguments: argparse.Namespace,
     devices: list[Any],
 ) -> tuple[Run, dict[str, Measured]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from plait.cli.alone import time_ranks
+    from plait.cli.model import Attend
     from plait.cli.train import initial_weights, train
 
     ids = packed.segment_ids
     steps, length = ids.shape
-    weights = initial_weights(seed)
+    weights = initial_weights(arguments.seed)
+    mask = arguments.mask
     own = [device for device in devices if device.process_index == jax.process_index()]
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     # Bars are drawn over and over; what is not a terminal gets a line when a run is done.
     is_live = console.is_terminal
     with Progress(*columns, console=console, disable=not is_live) as progress:
 
-        def one_run(name: str, layout: Layout | None) -> Run:
+        def one_run(name: str, layout: Layout | None, attend: Attend) -> Run:
             task = progress.add_task(name, total=steps + 1)
             result = train(
                 layout,
                 packed.tokens,
                 ids,
                 weights,
+                attend,
                 devices=own if layout is None else devices,
                 on_progress=lambda: progress.advance(task),
             )
@@ -268,18 +318,22 @@ def _measure(
                 console.print(f"{name}: {steps} steps in {sum(result.seconds):.1f} s")
             return result
 
-        reference = one_run(REFERENCE, None)
-        measured = {}
-        for name, layout in layouts.items():
-            result = one_run(name, layout)
-            blocks, blocks_of_rank = count_blocks(layout, length, segment_ids=ids)
+        reference = one_run(REFERENCE, None, Attend(mask=mask))
+        measured: dict[str, Measured] = {}
+        alone = {
+            layout: time_ranks(layout, ids[:ROWS_TIMED_ALONE], own[0], mask)
+            for layout in layouts.values()
+        }
+        for name, layout, attend in _runs(arguments, layouts):
+            result = one_run(name, layout, attend)
+            blocks, blocks_of_rank = count_blocks(layout, length, mask=mask, segment_ids=ids)
             measured[name] = Measured(
                 run=result,
                 difference=_difference(result, reference),
-                pairs=np.array([layout.work(length, Causal(), row) for row in ids]),
+                pairs=np.array([layout.work(length, mask, row) for row in ids]),
                 blocks=blocks,
                 blocks_of_rank=blocks_of_rank,
-                alone=time_ranks(layout, ids[:ROWS_TIMED_ALONE], own[0]),
+                alone=alone[layout],
             )
     return reference, measured
 
@@ -389,7 +443,7 @@ def _print_results(
 
     tokens_a_step = packed.real_tokens / len(packed.tokens)
     results = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    results.add_column("layout", no_wrap=True)
+    results.add_column("layout, strategy", no_wrap=True)
     for heading in (
         "attention\nwork of\nbusiest\n/ mean",
         "attention\nalone, ms\nbusiest\n/ mean",
@@ -428,10 +482,11 @@ def _print_results(
     )
     blocks = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     blocks.add_column("rank", justify="right")
-    for name in measured:
+    of_layout = {name.split(",")[0]: one for name, one in measured.items()}
+    for name in of_layout:
         blocks.add_column(name, justify="right", no_wrap=True)
     for rank in range(next(iter(measured.values())).blocks.size):
-        computed = [(int(one.blocks[rank]), one.blocks_of_rank) for one in measured.values()]
+        computed = [(int(one.blocks[rank]), one.blocks_of_rank) for one in of_layout.values()]
         blocks.add_row(str(rank), *(f"{n:,} + {total - n:,}" for n, total in computed))
     console.print(blocks)
     console.print(
@@ -458,9 +513,11 @@ def _numbers(
             "median_seconds_a_step": run.seconds_a_step,
         }
 
-    of_layouts = {
+    runs = {name: (layout, attend) for name, layout, attend in _runs(arguments, layouts)}
+    of_runs = {
         name: {
-            **layouts[name].to_dict(),
+            **runs[name][0].to_dict(),
+            "strategy": runs[name][1].strategy,
             **of_run(one.run),
             "largest_relative_difference": one.difference,
             "visible_pairs": one.pairs.tolist(),
@@ -479,6 +536,7 @@ def _numbers(
         "sequence_length": arguments.sequence_length,
         "steps": arguments.steps,
         "seed": arguments.seed,
+        "mask": repr(arguments.mask),
         "jax": jax.__version__,
         "text": {
             "files": packed.files,
@@ -490,5 +548,5 @@ def _numbers(
         },
         "largest_relative_difference": _largest(measured),
         "one_device": of_run(reference),
-        "layouts": of_layouts,
+        "runs": of_runs,
     }

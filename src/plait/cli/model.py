@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from plait import ContextParallel
+from plait import Causal, ContextParallel, Mask
+from plait.attention import Strategy
 
 VOCABULARY = 256
 
@@ -27,13 +31,29 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """How attention is asked for: the arguments of `ContextParallel.attention`."""
+
+    strategy: Strategy = "all_gather"
+    mask: Mask = dataclasses.field(default_factory=Causal)
+    kernel: Literal["auto", "blockwise"] = "auto"
+
+
 class Attention(nnx.Module):
     """Grouped-query attention; the one layer that sees more than its own token."""
 
     def __init__(
-        self, cp: ContextParallel, width: int, heads: int, kv_heads: int, *, rngs: nnx.Rngs
+        self,
+        cp: ContextParallel,
+        attend: Attend,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.cp, self.heads, self.kv_heads = cp, heads, kv_heads
+        self.cp, self.attend, self.heads, self.kv_heads = cp, attend, heads, kv_heads
         head_dim = width // heads
         self.q = nnx.Linear(width, heads * head_dim, use_bias=False, rngs=rngs)
         self.k = nnx.Linear(width, kv_heads * head_dim, use_bias=False, rngs=rngs)
@@ -45,7 +65,13 @@ class Attention(nnx.Module):
         k = self.k(x).reshape(*x.shape[:2], self.kv_heads, -1)
         v = self.v(x).reshape(*x.shape[:2], self.kv_heads, -1)
         q, k = rotate(q, positions), rotate(k, positions)
-        attended = self.cp.attention(q, k, v, segment_ids=segment_ids)
+        attended = self.cp.attention(
+            *(q, k, v),
+            segment_ids=segment_ids,
+            mask=self.attend.mask,
+            strategy=self.attend.strategy,
+            kernel=self.attend.kernel,
+        )
         return self.out(attended.reshape(*x.shape[:2], -1))
 
 
@@ -65,10 +91,17 @@ class Block(nnx.Module):
     """Attention and a feed-forward layer, each behind a norm and beside a residual."""
 
     def __init__(
-        self, cp: ContextParallel, width: int, heads: int, kv_heads: int, *, rngs: nnx.Rngs
+        self,
+        cp: ContextParallel,
+        attend: Attend,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        rngs: nnx.Rngs,
     ) -> None:
         self.norm_attention = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = Attention(cp, width, heads, kv_heads, rngs=rngs)
+        self.attention = Attention(cp, attend, width, heads, kv_heads, rngs=rngs)
         self.norm_mlp = nnx.RMSNorm(width, rngs=rngs)
         self.mlp = SwiGLU(width, 2 * width, rngs=rngs)
 
@@ -83,6 +116,7 @@ class ByteTransformer(nnx.Module):
     def __init__(
         self,
         cp: ContextParallel,
+        attend: Attend = Attend(),
         *,
         width: int = 128,
         heads: int = 4,
@@ -95,7 +129,7 @@ class ByteTransformer(nnx.Module):
         init = nnx.initializers.normal(0.02)
         self.embedding = nnx.Embed(VOCABULARY, width, embedding_init=init, rngs=rngs)
         self.blocks = nnx.List(
-            [Block(cp, width, heads, kv_heads, rngs=rngs) for _ in range(layers)]
+            [Block(cp, attend, width, heads, kv_heads, rngs=rngs) for _ in range(layers)]
         )
         self.norm = nnx.RMSNorm(width, rngs=rngs)
 

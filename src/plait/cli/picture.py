@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plait import Causal, Layout
+from plait import Causal, Layout, Mask
 
 INK, FAINT = "#222222", "#8a8a8a"
 
@@ -21,7 +21,7 @@ def rank_colors(ranks: int) -> np.ndarray:
     return matplotlib.colormaps["viridis"](np.linspace(0.05, 0.95, ranks))
 
 
-def draw(layouts: Mapping[str, Layout], segment_ids: np.ndarray, path: Path) -> None:
+def draw(layouts: Mapping[str, Layout], segment_ids: np.ndarray, mask: Mask, path: Path) -> None:
     """Save the picture of one row of documents; the suffix of the path says the format.
 
     On the left, for each layout, the keys that each query sees along the sequence, in the color of
@@ -31,6 +31,7 @@ def draw(layouts: Mapping[str, Layout], segment_ids: np.ndarray, path: Path) -> 
     Args:
       layouts: what to draw, by name, all of as many ranks.
       segment_ids: int32 [sequence], in source order.
+      mask: the mask.
       path: where to save; the folder exists.
     """
     ranks = next(iter(layouts.values())).ranks
@@ -41,25 +42,34 @@ def draw(layouts: Mapping[str, Layout], segment_ids: np.ndarray, path: Path) -> 
     )
     documents = int(segment_ids.max())
     figure.suptitle(
-        f"Causal attention over {documents} document{'s' if documents != 1 else ''} in one "
+        f"{_words(mask)} attention over {documents} document{'s' if documents != 1 else ''} in one "
         f"sequence of {segment_ids.size:,} tokens, laid out over {ranks} ranks",
         color=INK,
         fontsize=14,
     )
     for (name, layout), (sequence, bars) in zip(layouts.items(), axes, strict=True):
-        _draw_sequence(sequence, name, layout, segment_ids, colors)
-        _draw_bars(bars, layout, segment_ids, colors)
+        keys = mask.keys_seen(segment_ids)
+        _draw_sequence(sequence, name, layout, segment_ids, keys, colors)
+        _draw_bars(bars, layout.work(segment_ids.size, mask, segment_ids), colors)
     axes[-1, 0].set_xlabel("source position (tokens); the strip shows which rank holds it")
     axes[-1, 1].set_xlabel("rank")
     figure.savefig(path)
 
 
+def _words(mask: Mask) -> str:
+    return "Causal" if mask == Causal() else repr(mask)
+
+
 def _draw_sequence(
-    axes: Any, name: str, layout: Layout, segment_ids: np.ndarray, colors: np.ndarray
+    axes: Any,
+    name: str,
+    layout: Layout,
+    segment_ids: np.ndarray,
+    keys: np.ndarray,
+    colors: np.ndarray,
 ) -> None:
     length = segment_ids.size
     holder = np.repeat(np.arange(layout.ranks), length // layout.ranks)[layout.slots(length)]
-    keys = Causal().keys_seen(segment_ids)
     top = keys.max()
     strip = (-0.34 * top, -0.10 * top)
     # An image, not a polygon a rank: under stripes of one token every column changes color.
@@ -101,16 +111,16 @@ def _number_runs(axes: Any, layout: Layout, segment_ids: np.ndarray, height: flo
             axes.text(middle, height, rank, color=color, ha="center", va="center", fontsize=8)
 
 
-def _draw_bars(axes: Any, layout: Layout, segment_ids: np.ndarray, colors: np.ndarray) -> None:
-    work = layout.work(segment_ids.size, Causal(), segment_ids) / 1e6
+def _draw_bars(axes: Any, pairs: np.ndarray, colors: np.ndarray) -> None:
+    work = pairs / 1e6
     mean = work.mean()
-    axes.bar(np.arange(layout.ranks), work, color=colors)
+    axes.bar(np.arange(work.size), work, color=colors)
     axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     axes.set_title(f"busiest / mean = {np.max(work) / mean:.2f}", loc="right", color=INK)
     axes.text(
         1.01, mean, "mean", transform=axes.get_yaxis_transform(), va="center", color=INK, fontsize=9
     )
-    axes.set_xticks(np.arange(0, layout.ranks, -(-layout.ranks // 16)))
+    axes.set_xticks(np.arange(0, work.size, -(-work.size // 16)))
     axes.set_ylabel("work (million\nvisible pairs)")
     _tidy(axes)
 

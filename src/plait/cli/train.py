@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from plait import ContextParallel, Contiguous, Layout, segment_positions
-from plait.cli.model import ByteTransformer, loss
+from plait.cli.model import Attend, ByteTransformer, loss
 from plait.cli.processes import on_mesh
 
 AXIS = "context"
@@ -65,6 +65,7 @@ def train(
     tokens: np.ndarray,
     segment_ids: np.ndarray,
     weights: Any,
+    attend: Attend,
     *,
     devices: list[Any],
     on_progress: Callable[[], None] = lambda: None,
@@ -76,6 +77,7 @@ def train(
         one device and in source order.
       tokens, segment_ids: int32 [rows, sequence], in source order.
       weights: from `initial_weights`.
+      attend: mask, strategy and kernel of attention.
       devices: the devices to choose from, the same in every process.
       on_progress: called after compilation and after each step.
     """
@@ -91,7 +93,7 @@ def train(
         batch["positions"] = segment_positions(ids)
         return on_mesh(cp.reorder(batch), by_sequence)
 
-    model = nnx.eval_shape(lambda: ByteTransformer(cp, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: ByteTransformer(cp, attend, rngs=nnx.Rngs(0)))
     nnx.update(model, weights)
     adamw = nnx.Optimizer(model, optimizer(len(tokens)), wrt=nnx.Param)
     graph, host_state = nnx.split((model, adamw))
