@@ -16,6 +16,7 @@ from jax import lax
 from plait.layout import at_least_one
 from plait.mask import BlockBounds, Mask, block_map
 from plait.mesh import as_varying
+from plait.names import ATTENDED, named
 
 LEAST_BLOCK = 32
 
@@ -125,7 +126,8 @@ def _attend(statics: _Statics, q: Any, k: Any, v: Any, *data: Any) -> tuple[jax.
 
 
 def _attend_forward(statics: _Statics, q: Any, k: Any, v: Any, *data: Any) -> tuple:
-    out, lse = lax.map(lambda row: _row_forward(statics, *row), (q, k, v, *data))
+    results = lax.map(lambda row: _row_forward(statics, *row), (q, k, v, *data))
+    out, lse = (named(x, name) for x, name in zip(results, ATTENDED, strict=True))
     return (out, lse), (q, k, v, out, lse, *data)
 
 

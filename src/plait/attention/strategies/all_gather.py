@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from plait.exchange import gather_shards
 from plait.mesh import Axes
-
-GATHERED_KEYS, GATHERED_VALUES = "plait_gathered_keys", "plait_gathered_values"
+from plait.names import GATHERED_KEYS, GATHERED_VALUES
 
 
 def all_gather_keys(
@@ -30,8 +28,8 @@ def all_gather_keys(
     """
     if axes is None or axes.size == 1:
         return k, v, k_positions, k_segment_ids
-    k = checkpoint_name(gather_shards(k, 1, axes.names), GATHERED_KEYS)
-    v = checkpoint_name(gather_shards(v, 1, axes.names), GATHERED_VALUES)
+    k = gather_shards(k, 1, axes.names, GATHERED_KEYS)
+    v = gather_shards(v, 1, axes.names, GATHERED_VALUES)
     if k_segment_ids is not None:
         k_segment_ids = gather_shards(k_segment_ids, 1, axes.names)
     return k, v, k_positions, k_segment_ids
