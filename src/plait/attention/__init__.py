@@ -30,6 +30,7 @@ from plait.mesh import (
     explicit_axes,
     find_mesh,
     is_inside,
+    is_vmapped,
     lay_out,
     typed_spec,
 )
@@ -146,7 +147,9 @@ def attention(
     if ids is not None:
         ids = lay_out(ids, mesh, ids_spec)
     arguments = (*specs, None if ids is None else ids_spec, positions_spec)
-    return _over_mesh(call, axes, mesh, arguments)(q, k, v, ids, positions)
+    named = {name for entry in specs[0] for name in as_names(entry)}
+    vmapped = is_vmapped(mesh, named, (q, k, v, ids, positions), "attention")
+    return _over_mesh(call, axes, mesh, arguments, vmapped)(q, k, v, ids, positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +206,9 @@ def _on_one_device(call: _Call) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple) -> Any:
+def _over_mesh(
+    call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple, vmapped: bool
+) -> Any:
     def body(q: Any, k: Any, v: Any, ids: Any, positions: Any) -> jax.Array:
         out = call.run(q, k, v, ids, positions, axes)
         return as_varying(out, [n for entry in specs[0] for n in as_names(entry)])
@@ -215,6 +220,7 @@ def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple) -> A
             in_specs=specs,
             out_specs=specs[0],
             axis_names=frozenset(mesh.axis_names),
+            check_vma=not vmapped,
         )
     )
 
