@@ -18,6 +18,7 @@ from plait.exchange import all_gather, relayout, reorder, restore
 from plait.layout import Contiguous, HalfSwap, Layout, Placed, Striped, Zigzag
 from plait.lookahead import lookahead
 from plait.mask import Causal, Chunked, Full, Mask, PrefixLM, SlidingWindow
+from plait.names import ATTENDED, GATHERED, RELAID
 from plait.padding import pad, unpad
 from plait.positions import segment_positions, source_positions
 from plait.reduce import sum_and_count
@@ -26,6 +27,9 @@ from plait.select import select
 __version__ = "0.1.0"
 
 __all__ = [
+    "ATTENDED",
+    "GATHERED",
+    "RELAID",
     "Blockwise",
     "Causal",
     "Chunked",

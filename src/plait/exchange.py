@@ -38,6 +38,7 @@ from plait.mesh import (
     sharded_spec,
     typed_spec,
 )
+from plait.names import GATHERED_OTHER, RELAID, named
 from plait.permute import Relayout, apply_bijection, permute, permute_on_host
 from plait.tree import Axis, map_axis
 
@@ -461,7 +462,7 @@ def exchange(x: jax.Array, move: Relayout, axis: int, axes: Axes) -> jax.Array:
     x = as_varying(x, axes.names) if steps else x
     for step in steps:
         x = apply_bijection(_bijection(step, axes), x, axis)
-    return x
+    return named(x, *RELAID) if steps else x
 
 
 def exchange_over_mesh(
@@ -469,9 +470,10 @@ def exchange_over_mesh(
 ) -> jax.Array:
     """The global array after a move; outside `shard_map`, which this wraps around itself."""
     sharded_spec(x, axis, names, mesh)  # raises where the sequence is not sharded so
-    for step in _steps(move):
+    steps = _steps(move)
+    for step in steps:
         x = _over_mesh(step, axis, Axes.on(mesh, names), mesh)(x)
-    return x
+    return named(x, *RELAID) if steps else x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -667,19 +669,25 @@ def all_gather(
             return x
         if is_inside(names, f"gathering {name}"):
             return gather_shards(x, axis, names)
-        return _unshard(x, axis, names, find_mesh([x], names, mesh))
+        return named(_unshard(x, axis, names, find_mesh([x], names, mesh)), GATHERED_OTHER)
 
     return map_axis(gather, tree, axis)
 
 
-def gather_shards(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
-    """Every rank's shard, joined in rank order; inside a region that is manual over `names`."""
+def gather_shards(
+    x: jax.Array, axis: int, names: tuple[str, ...], name: str = GATHERED_OTHER
+) -> jax.Array:
+    """Every rank's shard, joined in rank order; inside a region that is manual over `names`.
+
+    `name` is what `jax.checkpoint` policies know the result by.
+    """
     if bound_axes(names).size == 1:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        data = gather_shards(jax.random.key_data(x), axis, names)
+        data = gather_shards(jax.random.key_data(x), axis, names, name)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return lax.all_gather(as_varying(x, names), names, axis=axis, tiled=True, to="varying")
+    gathered = lax.all_gather(as_varying(x, names), names, axis=axis, tiled=True, to="varying")
+    return named(gathered, name)
 
 
 def _unshard(x: jax.Array, axis: int, names: tuple[str, ...], mesh: AnyMesh) -> jax.Array:

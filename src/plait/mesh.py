@@ -198,6 +198,43 @@ def find_mesh(arrays: Iterable[Any], names: tuple[str, ...], mesh: AnyMesh | Non
     )
 
 
+def is_vmapped(mesh: AnyMesh, named: Iterable[str], arrays: Iterable[Any], what: str) -> bool:
+    """Whether `jax.vmap(..., spmd_axis_name=...)` around this call maps over an axis of `mesh`.
+
+    jax cannot check the types of a `shard_map` under such a vmap (0.10 to 0.12: its batching of
+    loops forgets that axis), so that the check has to be off there. ValueError under a vmap over
+    Explicit axes, which jax takes out of the types and does not let `shard_map` make manual.
+
+    Args:
+      named: the axes that the specs of the call name; only others can be vmap's.
+      arrays: the arguments; where none is traced there is no vmap.
+      what: the operation, for the error.
+    """
+    others = {name for name in mesh.axis_names if mesh.shape[name] > 1} - set(named)
+    if not others or not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return False
+    found: list[frozenset[str]] = []
+
+    def probe() -> None:
+        # No public name lists vmap's axes, but a region leaves out those that are Explicit, and
+        # over the others, what vmap broadcasts counts as varying.
+        found.append(frozenset(others - manual_axes()))
+        broadcast = jax.vmap(lambda x, y: y, in_axes=(0, None))(jnp.zeros(1), jnp.zeros(()))
+        found.append(jax.typeof(broadcast).mat.varying)
+
+    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=(), out_specs=None))
+    explicit, spmd = found
+    if explicit:
+        name = as_entry(tuple(sorted(explicit)))
+        raise ValueError(
+            f"{what} was called under jax.vmap over arrays that are sharded over mesh axis "
+            f"{name!r}, whose type is Explicit, and needs that axis to be Auto: wrap the function "
+            f"that calls vmap in jax.sharding.auto_axes(..., axes={name!r}, out_sharding=...) and "
+            f"pass spmd_axis_name={name!r} to jax.vmap"
+        )
+    return bool(spmd)
+
+
 def explicit_axes(mesh: AnyMesh) -> frozenset[str]:
     """The axes of `mesh` whose sharding is part of an array's type."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -31,6 +31,7 @@ from plait.mesh import (
     explicit_axes,
     find_mesh,
     is_inside,
+    is_vmapped,
     lay_out,
     typed_spec,
 )
@@ -176,7 +177,9 @@ def attention(
         positions_spec,
         None if sinks is None else sinks_spec,
     )
-    return _over_mesh(call, axes, mesh, arguments)(q, k, v, ids, positions, sinks)
+    named = {name for entry in specs[0] for name in as_names(entry)}
+    vmapped = is_vmapped(mesh, named, (q, k, v, ids, positions, sinks), "attention")
+    return _over_mesh(call, axes, mesh, arguments, vmapped)(q, k, v, ids, positions, sinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +248,7 @@ def _on_one_device(call: _Call) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple) -> Any:
+def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple, vmapped: bool) -> Any:
     run: Any = functools.partial(call.run, axes=axes)
 
     def body(*arrays: Any) -> jax.Array:
@@ -259,6 +262,7 @@ def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple) -> A
             in_specs=specs,
             out_specs=specs[0],
             axis_names=frozenset(mesh.axis_names),
+            check_vma=not vmapped,
         )
     )
 

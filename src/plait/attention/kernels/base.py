@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from plait.mask import Mask
 from plait.mesh import as_varying
+from plait.names import ATTENDED, named
 
 
 class Tags(NamedTuple):
@@ -109,7 +110,8 @@ def _attend(kernel: Kernel, scores: Scores, *arrays: Any) -> tuple[jax.Array, ja
 
 def _attend_forward(kernel: Kernel, scores: Scores, *arrays: Any) -> tuple:
     out, lse = kernel.forward(scores, *arrays)
-    return (out, lse), (*arrays, out.astype(arrays[0].dtype), lse)
+    saved = named_attended(out, lse, arrays[0].dtype)
+    return (out, lse), (*arrays, *saved)
 
 
 def _attend_backward(kernel: Kernel, scores: Scores, saved: tuple, cotangents: tuple) -> tuple:
@@ -123,6 +125,12 @@ def _attend_backward(kernel: Kernel, scores: Scores, saved: tuple, cotangents: t
         jax.tree.map(lambda _: None, q_tags),
         jax.tree.map(lambda _: None, k_tags),
     )
+
+
+def named_attended(out: jax.Array, lse: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """What the backward pass needs of the forward's results, by the names of `ATTENDED`."""
+    out, lse = (named(x, name) for x, name in zip((out.astype(dtype), lse), ATTENDED, strict=True))
+    return out, lse
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -5,13 +5,7 @@ from collections.abc import Callable
 import jax
 
 from plait.attention.strategies.all_gather import all_gather
-from plait.attention.strategies.base import (
-    GATHERED_KEYS,
-    GATHERED_VALUES,
-    Shards,
-    Task,
-    Tokens,
-)
+from plait.attention.strategies.base import Shards, Task, Tokens
 from plait.attention.strategies.ring import ring
 from plait.attention.strategies.ulysses import ulysses, usp
 
@@ -22,4 +16,4 @@ STRATEGIES: dict[str, Callable[[Task, Tokens], tuple[jax.Array, jax.Array]]] = {
     "usp": usp,
 }
 
-__all__ = ["GATHERED_KEYS", "GATHERED_VALUES", "STRATEGIES", "Shards", "Task", "Tokens"]
+__all__ = ["STRATEGIES", "Shards", "Task", "Tokens"]

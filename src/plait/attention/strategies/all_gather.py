@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from plait.attention.kernels import attend
-from plait.attention.strategies.base import GATHERED_KEYS, GATHERED_VALUES, Task, Tokens
+from plait.attention.strategies.base import Task, Tokens
 from plait.exchange import gather_shards
+from plait.names import GATHERED_KEYS, GATHERED_VALUES
 
 
 def all_gather(task: Task, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
@@ -18,8 +18,8 @@ def all_gather(task: Task, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     """
     q, k, v, axes = tokens.q, tokens.k, tokens.v, task.shards.axes
     if axes is not None and axes.size > 1:
-        k = checkpoint_name(gather_shards(k, 1, axes.names), GATHERED_KEYS)
-        v = checkpoint_name(gather_shards(v, 1, axes.names), GATHERED_VALUES)
+        k = gather_shards(k, 1, axes.names, GATHERED_KEYS)
+        v = gather_shards(v, 1, axes.names, GATHERED_VALUES)
     data = tokens.positions, tokens.segment_ids, q.shape[0]
     q_tags, k_tags = task.shards.tags(*data), task.shards.all_tags(*data)
     return attend(task.kernel, task.scores, q, k, v, q_tags, k_tags)

@@ -14,8 +14,6 @@ from plait.layout import Layout
 from plait.mesh import Axes
 from plait.positions import positions_of_rank, positions_of_slots
 
-GATHERED_KEYS, GATHERED_VALUES = "plait_gathered_keys", "plait_gathered_values"
-
 
 @dataclasses.dataclass(frozen=True)
 class Shards:

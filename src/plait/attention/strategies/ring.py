@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from plait.attention.kernels import Kernel, Scores, Tags, delta_of, merge
+from plait.attention.kernels import Kernel, Scores, Tags, delta_of, merge, named_attended
 from plait.attention.strategies.base import Task, Tokens
 from plait.layout import Layout
 from plait.mask import BlockBounds, Causal, Full, Mask, block_map
@@ -225,7 +225,7 @@ def _beside(x: jax.Array, first: bool, fill: float = 0.0) -> jax.Array:
 
 def _ring_forward(walk: _Ring, q: Any, k: Any, v: Any, tags: Tags) -> tuple:
     out, lse = _forward(walk, q, k, v, tags)
-    return (out, lse), (q, k, v, tags, out.astype(q.dtype), lse)
+    return (out, lse), (q, k, v, tags, *named_attended(out, lse, q.dtype))
 
 
 def _ring_backward(walk: _Ring, saved: tuple, cotangents: tuple) -> tuple:

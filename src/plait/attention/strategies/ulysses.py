@@ -14,20 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from plait.attention.kernels import attend
-from plait.attention.strategies.base import (
-    GATHERED_KEYS,
-    GATHERED_VALUES,
-    Shards,
-    Task,
-    Tokens,
-)
+from plait.attention.strategies.base import Shards, Task, Tokens
 from plait.attention.strategies.ring import ring
 from plait.exchange import gather_shards
 from plait.layout import Contiguous, Layout, Striped, Zigzag
 from plait.mesh import Axes, as_varying
+from plait.names import GATHERED_KEYS, GATHERED_VALUES, named
 from plait.permute import Relayout, permute
 
 Partial = tuple[jax.Array, jax.Array]
@@ -91,7 +85,7 @@ def _to_heads(tokens: Tokens, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Arr
     copies = math.lcm(tokens.k.shape[2], axes.size) // tokens.k.shape[2]
     k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (tokens.k, tokens.v))
     q, k, v = (_all_to_all(x, axes, 2, 1) for x in (tokens.q, k, v))
-    return q, checkpoint_name(k, GATHERED_KEYS), checkpoint_name(v, GATHERED_VALUES)
+    return q, named(k, GATHERED_KEYS), named(v, GATHERED_VALUES)
 
 
 def _to_tokens(parts: Partial, axes: Axes) -> Partial:
