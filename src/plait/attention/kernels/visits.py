@@ -1,0 +1,136 @@
+"""Lists of the blocks of scores that a kernel has to compute, for a grid that runs over them.
+
+A visit is one int32, so that a list of them fits a TPU's scalar memory: which row of the batch,
+which outer and which inner block, what is to be done there, and whether it is the first or the
+last one of its outer block. The outer blocks are those that something is accumulated for: blocks of
+queries for the output and the gradient of q, blocks of keys for the gradients of k and v.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from plait.mask import BlockBounds, Causal, Full, Mask, block_map
+
+NOTHING, PARTIAL, FULL = 0, 1, 2
+"""What is to be done: nothing seen, write zeros; compute with the mask; compute without."""
+
+_FLAG_BITS = 4
+_NOT_LISTED = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """How visits over so many outer and inner blocks are written as one int32, and read."""
+
+    outer_blocks: int
+    inner_blocks: int
+
+    @property
+    def _inner_bits(self) -> int:
+        return (self.inner_blocks - 1).bit_length()
+
+    @property
+    def _outer_bits(self) -> int:
+        return (self.outer_blocks - 1).bit_length()
+
+    def fits(self, batch: int) -> bool:
+        """Whether every visit is less than 2**31."""
+        return (batch - 1).bit_length() + self._outer_bits + self._inner_bits + _FLAG_BITS <= 31
+
+    def list(self, needed: Any, full: Any) -> tuple[jax.Array, jax.Array]:
+        """The visits in order and how many they are: int32 [batch * outer * inner], int32 [].
+
+        An outer block that needs nothing has one visit all the same: its result must be written.
+
+        Args:
+          needed, full: bool [batch, outer, inner].
+        """
+        never = ~needed.any(axis=-1, keepdims=True)
+        row, outer, inner = (lax.broadcasted_iota(jnp.int32, needed.shape, d) for d in range(3))
+        visited = needed | (never & (inner == 0))
+        nth = jnp.cumsum(visited, axis=-1, dtype=jnp.int32)
+        kind = jnp.where(full, FULL, jnp.where(needed, PARTIAL, NOTHING))
+        place = ((row << self._outer_bits | outer) << self._inner_bits) | inner
+        flags = kind << 2 | (nth == nth[..., -1:]) << 1 | (nth == 1)
+        # place is the high part, so that sorting packs the list and keeps its order: no gather
+        packed = jnp.where(visited, place << _FLAG_BITS | flags, _NOT_LISTED)
+        listed = jnp.sort(packed, axis=None)
+        return jnp.where(listed == _NOT_LISTED, 0, listed), visited.sum(dtype=jnp.int32)
+
+    def place(self, visit: Any) -> tuple[Any, Any, Any]:
+        """The row of the batch, the outer and the inner block; by shifts, for index maps."""
+        place = visit >> _FLAG_BITS
+        outer = place >> self._inner_bits
+        return (
+            outer >> self._outer_bits,
+            outer & ((1 << self._outer_bits) - 1),
+            place & ((1 << self._inner_bits) - 1),
+        )
+
+
+def kind(visit: Any) -> Any:
+    """NOTHING, PARTIAL or FULL."""
+    return (visit >> 2) & 3
+
+
+def is_last(visit: Any) -> Any:
+    """Whether it is the last visit of its outer block."""
+    return (visit >> 1) & 1 == 1
+
+
+def is_first(visit: Any) -> Any:
+    """Whether it is the first visit of its outer block."""
+    return visit & 1 == 1
+
+
+def list_visits(
+    mask: Mask, q_tags: Any, k_tags: Any, blocks: tuple[int, int], outer: Literal["q", "k"]
+) -> tuple[jax.Array, jax.Array]:
+    """The visits that a mask needs, in closed form from the blocks' bounds, and their number.
+
+    Args:
+      q_tags, k_tags: (positions, segment ids), each [batch, sequence], of whole blocks.
+      blocks: tokens in a block of queries and of keys.
+      outer: whose blocks are the outer ones.
+    """
+    needed, full = block_maps(mask, q_tags, k_tags, blocks)
+    if outer == "k":
+        needed, full = needed.swapaxes(1, 2), full.swapaxes(1, 2)
+    return Visits(*needed.shape[1:]).list(needed, full)
+
+
+def block_maps(mask: Mask, q_tags: Any, k_tags: Any, blocks: tuple[int, int]) -> tuple[Any, Any]:
+    """Which blocks must be computed, and of those which without a mask.
+
+    Returns:
+      (needed, full): bool [batch, q blocks, k blocks].
+    """
+    q = BlockBounds.of(*q_tags, blocks[0], jnp)
+    k = BlockBounds.of(*k_tags, blocks[1], jnp)
+    needed = block_map(mask, q, k)
+    q_whole, k_whole = (
+        (ids != 0).reshape(ids.shape[0], -1, block).all(axis=-1)
+        for (_, ids), block in zip((q_tags, k_tags), blocks, strict=True)
+    )
+    q_whole &= q.least_id == q.most_id
+    k_whole &= k.least_id == k.most_id
+    one_document = q.least_id[:, :, None] == k.least_id[:, None, :]
+    full = q_whole[:, :, None] & k_whole[:, None, :] & one_document
+    return needed, needed & full & _sees_all(mask, q, k)
+
+
+def _sees_all(mask: Any, q: BlockBounds, k: BlockBounds) -> Any:
+    """True only where every query of a block of queries sees every key of a block of keys."""
+    bounds = (q.least[:, :, None], q.most[:, :, None], k.least[:, None, :], k.most[:, None, :])
+    if hasattr(mask, "sees_all"):
+        return mask.sees_all(*bounds)
+    if isinstance(mask, Causal):
+        return bounds[3] <= bounds[0]
+    return isinstance(mask, Full)
