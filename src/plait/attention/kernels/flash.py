@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,27 @@ LEAST_BLOCK = 256
 
 MOST_VISITS = 1 << 17
 """In one list: 512 KiB, half of the scalar memory of a TPU."""
+
+
+class Facts(TypedDict):
+    """What attention knows beside q, k and v.
+
+    Attributes:
+      mask: of source positions.
+      q_positions, k_positions: int32 source positions, [batch, queries] and [batch, keys].
+      q_segment_ids, k_segment_ids: int32 of the same shapes, or None: one document. 0 is padding;
+        -2**31 is no document's.
+      scale: of the scores.
+      softcap: scores become softcap * tanh(scores / softcap); None, or left out, leaves them.
+    """
+
+    mask: Mask
+    q_positions: jax.Array
+    k_positions: jax.Array
+    q_segment_ids: jax.Array | None
+    k_segment_ids: jax.Array | None
+    scale: float
+    softcap: NotRequired[float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +111,7 @@ class Flash:
         return None
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        mask: Mask,
-        q_positions: jax.Array,
-        k_positions: jax.Array,
-        q_segment_ids: jax.Array | None,
-        k_segment_ids: jax.Array | None,
-        scale: float,
-        softcap: float | None = None,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, **facts: Unpack[Facts]
     ) -> tuple[jax.Array, jax.Array]:
         """Exact attention of the queries over the keys.
 
@@ -109,10 +119,7 @@ class Flash:
           q: [batch, queries, heads, head_dim].
           k: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
           v: [batch, keys, kv_heads, v_head_dim].
-          q_positions, k_positions: int32 source positions, [batch, queries] and [batch, keys].
-          q_segment_ids, k_segment_ids: int32 of the same shapes, or both None. 0 is padding, and
-            -2**31 is no document's.
-          softcap: scores become softcap * tanh(scores / softcap).
+          **facts: see `Facts`.
 
         Returns:
           (out, lse): out [batch, queries, heads, v_head_dim] in the dtype of q; the log of the
@@ -122,22 +129,19 @@ class Flash:
         Raises:
           ValueError: what `why_not` says.
         """
-        statics, tags = self._prepare(
-            (q, k, v), (q_positions, q_segment_ids), (k_positions, k_segment_ids),
-            mask=mask, scale=scale, softcap=softcap,
-        )  # fmt: skip
+        statics, *tags = self._prepare(q, k, v, facts)
         return _attend(statics, *_alike(q, k, v, *tags))
 
     def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, dtype: Any = None, **facts: Any
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, dtype: Any = None, **facts: Unpack[Facts]
     ) -> tuple[jax.Array, jax.Array]:
         """The call without a derivative, for strategies that have their own.
 
         Args:
+          q, k, v, **facts: as in the call.
           dtype: of out; by default that of q.
-          q, k, v, **facts: as in `__call__`.
         """
-        statics, tags = self._prepare((q, k, v), *_tags_of(facts), dtype=dtype, **facts)
+        statics, *tags = self._prepare(q, k, v, facts, dtype)
         return _forward(statics, *_alike(q, k, v, *tags))
 
     def backward(
@@ -150,25 +154,25 @@ class Flash:
         delta: jax.Array,
         *,
         dtype: Any = None,
-        **facts: Any,
+        **facts: Unpack[Facts],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What these keys and values add to the gradients of q, k and v.
 
-        The keys may be some of those that the queries saw: then `lse` and `delta` are those of
+        The keys may be some of those that the queries see: then `lse` and `delta` are those of
         all, and d_q is the sum over the parts.
 
         Args:
+          q, k, v, **facts: as in the call.
           d_out: [batch, queries, heads, v_head_dim], the gradient of the final output.
           lse: float32 [batch, queries, heads], over all keys.
           delta: float32 of the same shape: sum(out * d_out) over v_head_dim, less the gradient
             of lse.
           dtype: of the gradients; by default those of q, k and v. float32 where parts are added.
-          q, k, v, **facts: as in `__call__`.
 
         Returns:
           (d_q, d_k, d_v) in the shapes of q, k and v.
         """
-        statics, tags = self._prepare((q, k, v), *_tags_of(facts), dtype=dtype, **facts)
+        statics, *tags = self._prepare(q, k, v, facts, dtype)
         return _backward(statics, *_alike(q, k, v, d_out, lse, delta, *tags))
 
     def _blocks(self, queries: int, keys: int) -> tuple[int, int]:
@@ -176,20 +180,28 @@ class Flash:
         whole = [-(-length // unit) * unit for length in (queries, keys)]
         return min(self.q_block, whole[0]), min(self.k_block, whole[1])
 
-    def _prepare(
-        self, arrays: tuple, q_tags: tuple, k_tags: tuple, *, mask: Mask, **facts: Any
-    ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    def _prepare(self, q: Any, k: Any, v: Any, facts: Facts, dtype: Any = None) -> tuple:
+        """What is static, and the tags of queries and of keys."""
         from plait.attention.kernels.flash_kernels import Statics
 
-        reason = self.why_not(*arrays, mask)
+        reason = self.why_not(q, k, v, facts["mask"])
         if reason is not None:
             raise ValueError(reason)
-        q, k, _ = arrays
-        blocks = self._blocks(q.shape[1], k.shape[1])
-        masks_ids = q_tags[1] is not None and k_tags[1] is not None
-        masks_ids |= bool(q.shape[1] % blocks[0] or k.shape[1] % blocks[1])
-        statics = Statics(*blocks, self.interpret, mask, masks_ids, **facts)
-        return statics, (_tags(*q_tags, blocks[0]), _tags(*k_tags, blocks[1]))
+        q_block, k_block = self._blocks(q.shape[1], k.shape[1])
+        q_ids, k_ids = facts["q_segment_ids"], facts["k_segment_ids"]
+        hangs_over = bool(q.shape[1] % q_block or k.shape[1] % k_block)
+        statics = Statics(
+            q_block=q_block,
+            k_block=k_block,
+            interpret=self.interpret,
+            mask=facts["mask"],
+            masks_ids=hangs_over or q_ids is not None or k_ids is not None,
+            scale=facts["scale"],
+            softcap=facts.get("softcap"),
+            dtype=dtype,
+        )
+        q_tags = _tags(facts["q_positions"], q_ids, q_block)
+        return statics, q_tags, _tags(facts["k_positions"], k_ids, k_block)
 
 
 def _fit(at_most: int, chunk: int) -> int:
@@ -198,21 +210,18 @@ def _fit(at_most: int, chunk: int) -> int:
     return next((block for block in blocks if chunk % block == 0), at_most)
 
 
-def _tags_of(facts: dict[str, Any]) -> list[tuple]:
-    return [(facts.pop(f"{x}_positions"), facts.pop(f"{x}_segment_ids")) for x in "qk"]
-
-
 def _tags(positions: jax.Array, ids: jax.Array | None, block: int) -> jax.Array:
     """Positions and segment ids as int32 [batch, 2, tokens], with padding up to whole blocks."""
-    ids = jnp.ones_like(positions) if ids is None else ids
-    tags = jnp.stack([positions, ids], axis=1).astype(jnp.int32)
+    pair = _alike(positions, jnp.ones_like(positions) if ids is None else ids)
+    tags = jnp.stack([x.astype(jnp.int32) for x in pair], axis=1)
     return jnp.pad(tags, [(0, 0), (0, 0), (0, -tags.shape[2] % block)])
 
 
-def _alike(*arrays: jax.Array) -> list[jax.Array]:
+def _alike(*arrays: Any) -> list[jax.Array]:
     """The arrays as varying over all the mesh axes that any of them varies over."""
-    names = sorted({name for x in arrays for name in jax.typeof(x).mat.varying})
-    return [as_varying(x, names) for x in arrays]
+    converted = [jnp.asarray(x) for x in arrays]
+    names = sorted({name for x in converted for name in jax.typeof(x).mat.varying})
+    return [as_varying(x, names) for x in converted]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

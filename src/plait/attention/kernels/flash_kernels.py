@@ -30,7 +30,7 @@ from plait.attention.kernels.visits import (
     kind,
     list_visits,
 )
-from plait.mask import Mask
+from plait.mask import BlockBounds, Mask
 from plait.mesh import as_varying
 
 LANES = 128
@@ -149,8 +149,9 @@ class _Grid:
     ) -> Any:
         """The results, blocks of which lie as the outer ones do; the scratch is float32."""
         s, by_queries = self.s, self.outer == "q"
-        pairs = [(tags[:, 0], tags[:, 1]) for tags in (self.q_tags, self.k_tags)]
-        table, count = list_visits(s.mask, *pairs, (s.q_block, s.k_block), self.outer)
+        q_bounds = BlockBounds.of(self.q_tags[:, 0], self.q_tags[:, 1], s.q_block, jnp)
+        k_bounds = BlockBounds.of(self.k_tags[:, 0], self.k_tags[:, 1], s.k_block, jnp)
+        table, count = list_visits(s.mask, q_bounds, k_bounds, self.outer)
         ids = self.q_tags[:, 1]
         q_tags = self.q_tags.at[:, 1].set(jnp.where(ids == 0, _NO_DOCUMENT, ids))
         arrays = [table, *of_queries, *of_keys, q_tags, self.k_tags]
@@ -159,6 +160,7 @@ class _Grid:
         mat = jax.typeof(arrays[0]).mat
         group = self.heads // self.kv_heads
         grid = (self.heads, count) if by_queries else (self.kv_heads, count, group)
+        semantics: list[Any] = ["parallel", *["arbitrary"] * (len(grid) - 1)]
         return pl.pallas_call(
             functools.partial(kernel, s),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -176,9 +178,7 @@ class _Grid:
             out_shape=[
                 jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat) for x in results
             ],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", *["arbitrary"] * (len(grid) - 1))
-            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
             name=f"plait_flash{kernel.__name__.removesuffix('_kernel')}",
             interpret=s.interpret,
         )(*arrays)
@@ -359,9 +359,7 @@ def _rows(tags: Any) -> tuple[jax.Array, jax.Array]:
 
 def _seen(s: Statics, shape: tuple[int, ...], q_tags: Any, k_tags: Any) -> jax.Array:
     """Which scores the mask leaves; tags are rows in memory, or columns."""
-    (q_pos, q_ids), (k_pos, k_ids) = (
-        [jnp.broadcast_to(x, shape) for x in _rows(tags)] for tags in (q_tags, k_tags)
-    )
+    (q_pos, q_ids), (k_pos, k_ids) = _rows(q_tags), _rows(k_tags)
     seen = s.mask.visible(q_pos, k_pos)
     if s.masks_ids:
         seen &= q_ids == k_ids

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from plait.mask import BlockBounds, Causal, Full, Mask, block_map
+from plait.mask import BlockBounds, Mask, block_map, full_blocks
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
 """What is to be done: nothing seen, write zeros; compute with the mask; compute without."""
@@ -91,46 +91,16 @@ def is_first(visit: Any) -> Any:
 
 
 def list_visits(
-    mask: Mask, q_tags: Any, k_tags: Any, blocks: tuple[int, int], outer: Literal["q", "k"]
+    mask: Mask, q: BlockBounds, k: BlockBounds, outer: Literal["q", "k"]
 ) -> tuple[jax.Array, jax.Array]:
     """The visits that a mask needs, in closed form from the blocks' bounds, and their number.
 
     Args:
-      q_tags, k_tags: (positions, segment ids), each [batch, sequence], of whole blocks.
-      blocks: tokens in a block of queries and of keys.
+      q, k: bounds of blocks of queries and of keys, [batch, blocks].
       outer: whose blocks are the outer ones.
     """
-    needed, full = block_maps(mask, q_tags, k_tags, blocks)
+    needed = block_map(mask, q, k)
+    full = needed & full_blocks(mask, q, k)
     if outer == "k":
         needed, full = needed.swapaxes(1, 2), full.swapaxes(1, 2)
     return Visits(*needed.shape[1:]).list(needed, full)
-
-
-def block_maps(mask: Mask, q_tags: Any, k_tags: Any, blocks: tuple[int, int]) -> tuple[Any, Any]:
-    """Which blocks must be computed, and of those which without a mask.
-
-    Returns:
-      (needed, full): bool [batch, q blocks, k blocks].
-    """
-    q = BlockBounds.of(*q_tags, blocks[0], jnp)
-    k = BlockBounds.of(*k_tags, blocks[1], jnp)
-    needed = block_map(mask, q, k)
-    q_whole, k_whole = (
-        (ids != 0).reshape(ids.shape[0], -1, block).all(axis=-1)
-        for (_, ids), block in zip((q_tags, k_tags), blocks, strict=True)
-    )
-    q_whole &= q.least_id == q.most_id
-    k_whole &= k.least_id == k.most_id
-    one_document = q.least_id[:, :, None] == k.least_id[:, None, :]
-    full = q_whole[:, :, None] & k_whole[:, None, :] & one_document
-    return needed, needed & full & _sees_all(mask, q, k)
-
-
-def _sees_all(mask: Any, q: BlockBounds, k: BlockBounds) -> Any:
-    """True only where every query of a block of queries sees every key of a block of keys."""
-    bounds = (q.least[:, :, None], q.most[:, :, None], k.least[:, None, :], k.most[:, None, :])
-    if hasattr(mask, "sees_all"):
-        return mask.sees_all(*bounds)
-    if isinstance(mask, Causal):
-        return bounds[3] <= bounds[0]
-    return isinstance(mask, Full)
