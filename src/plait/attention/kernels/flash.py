@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 
-from plait.attention.kernels.visits import Visits
+from plait.attention.kernels.flash_kernels import LANES, Statics, backward, forward
 from plait.layout import at_least_one
 from plait.mask import Mask
 from plait.mesh import as_varying
-
-LANES = 128
-"""Of a vector register: what lies along them comes in multiples."""
 
 LEAST_BLOCK = 256
 """Smaller blocks would be all overhead: rather let larger ones straddle chunks."""
 
 MOST_VISITS = 1 << 17
-"""In one list: 512 KiB, half of the scalar memory of a TPU."""
+"""In one list: 512 KiB, half of the scalar memory of a TPU, and few enough for `Visits`."""
 
 
 class Facts(TypedDict):
@@ -101,10 +101,9 @@ class Flash:
             return f"q, k and v are {sorted(dtypes)}; Flash needs all float32 or all bfloat16"
         blocks = self._blocks(q.shape[1], k.shape[1])
         counts = -(-q.shape[1] // blocks[0]), -(-k.shape[1] // blocks[1])
-        visits = q.shape[0] * counts[0] * counts[1]
-        if visits > MOST_VISITS or not Visits(*counts).fits(q.shape[0]):
+        if counts[0] * counts[1] > MOST_VISITS:
             return (
-                f"{q.shape[0]} x {q.shape[1]} queries over {k.shape[1]} keys are {visits} blocks "
+                f"{q.shape[1]} queries over {k.shape[1]} keys are {counts[0] * counts[1]} blocks "
                 f"of {blocks[0]} x {blocks[1]}; Flash keeps at most {MOST_VISITS} in mind: larger "
                 "blocks make fewer"
             )
@@ -182,8 +181,6 @@ class Flash:
 
     def _prepare(self, q: Any, k: Any, v: Any, facts: Facts, dtype: Any = None) -> tuple:
         """What is static, and the tags of queries and of keys."""
-        from plait.attention.kernels.flash_kernels import Statics
-
         reason = self.why_not(q, k, v, facts["mask"])
         if reason is not None:
             raise ValueError(reason)
@@ -225,11 +222,11 @@ def _alike(*arrays: Any) -> list[jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(s: Any, q: Any, k: Any, v: Any, q_tags: Any, k_tags: Any) -> tuple:
+def _attend(s: Statics, q: Any, k: Any, v: Any, q_tags: Any, k_tags: Any) -> tuple:
     return _forward(s, q, k, v, q_tags, k_tags)
 
 
-def _attend_forward(s: Any, q: Any, k: Any, v: Any, *tags: Any) -> tuple:
+def _attend_forward(s: Statics, q: Any, k: Any, v: Any, *tags: Any) -> tuple:
     out, lse = _forward(s, q, k, v, *tags)
     return (out, lse), (q, k, v, out, lse, *tags)
 
@@ -244,25 +241,49 @@ def _attend_backward(s: Any, saved: tuple, cotangents: tuple) -> tuple:
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(s: Any, q: Any, k: Any, v: Any, q_tags: Any, k_tags: Any) -> tuple:
-    from plait.attention.kernels.flash_kernels import forward
+def _by_rows(kernel: Callable[..., Any], s: Statics, *arrays: jax.Array) -> Any:
+    """kernel(s, *arrays), whose arrays and results all have the batch first.
 
+    Under `jax.vmap` there are more rows, where jax would loop over calls (and in jax 0.12 fail to
+    in `jax.shard_map` with check_vma). Rows whose list of visits would be too long are taken in
+    turn.
+    """
+
+    @custom_vmap
+    def call(*arrays: jax.Array) -> Any:
+        if arrays[0].shape[0] * s.blocks(arrays[-2], arrays[-1]) <= MOST_VISITS:
+            return kernel(s, *arrays)
+        rows = lax.map(lambda row: kernel(s, *(x[None] for x in row)), arrays)
+        return jax.tree.map(lambda x: x[:, 0], rows)
+
+    @call.def_vmap
+    def _(size: int, is_batched: list[bool], *arrays: jax.Array) -> Any:
+        whole = (
+            x if batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, batched in zip(arrays, is_batched, strict=True)
+        )  # fmt: skip
+        results = call(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call(*arrays)
+
+
+def _forward(s: Statics, q: Any, k: Any, v: Any, q_tags: Any, k_tags: Any) -> tuple:
     queries = q.shape[1]
     q, k, v = (_heads_first(x, b) for x, b in ((q, s.q_block), (k, s.k_block), (v, s.k_block)))
-    out, lse = forward(s, q, k, v, q_tags, k_tags)
+    out, lse = _by_rows(forward, s, q, k, v, q_tags, k_tags)
     return _heads_last(out, queries), lse[:, :, 0, :queries].swapaxes(1, 2)
 
 
 def _backward(
-    s: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, delta: Any, q_tags: Any, k_tags: Any
+    s: Statics, q: Any, k: Any, v: Any, d_out: Any, lse: Any, delta: Any, q_tags: Any, k_tags: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    from plait.attention.kernels.flash_kernels import backward
-
     queries, keys = q.shape[1], k.shape[1]
     d_out = _heads_first(d_out.astype(q.dtype), s.q_block)
     q, k, v = (_heads_first(x, b) for x, b in ((q, s.q_block), (k, s.k_block), (v, s.k_block)))
     lse, delta = (_heads_first(x[..., None], s.q_block).swapaxes(2, 3) for x in (lse, delta))
-    d_q, d_k, d_v = backward(s, q, k, v, d_out, lse, delta, q_tags, k_tags)
+    d_q, d_k, d_v = _by_rows(backward, s, q, k, v, d_out, lse, delta, q_tags, k_tags)
     return _heads_last(d_q, queries), _heads_last(d_k, keys), _heads_last(d_v, keys)
 
 

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+# Not where it is used: importing Pallas adds to what jax's caches of traces go by, so that whatever
+# was traced before, the function being traced too, would be traced and compiled once more.
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -34,6 +37,7 @@ from plait.mask import BlockBounds, Mask
 from plait.mesh import as_varying
 
 LANES = 128
+"""Of a vector register: what lies along them comes in multiples."""
 
 _NO_DOCUMENT = np.iinfo(np.int32).min
 """The segment id of padding among queries: equal to that of no key, padding's 0 included."""
@@ -51,6 +55,10 @@ class Statics:
     scale: float
     softcap: float | None = None
     dtype: Any = None
+
+    def blocks(self, q_tags: jax.Array, k_tags: jax.Array) -> int:
+        """How many blocks of scores a row of the batch has."""
+        return q_tags.shape[2] // self.q_block * (k_tags.shape[2] // self.k_block)
 
 
 def forward(

@@ -39,10 +39,6 @@ class Visits:
     def _outer_bits(self) -> int:
         return (self.outer_blocks - 1).bit_length()
 
-    def fits(self, batch: int) -> bool:
-        """Whether every visit is less than 2**31."""
-        return (batch - 1).bit_length() + self._outer_bits + self._inner_bits + _FLAG_BITS <= 31
-
     def list(self, needed: Any, full: Any) -> tuple[jax.Array, jax.Array]:
         """The visits in order and how many they are: int32 [batch * outer * inner], int32 [].
 
