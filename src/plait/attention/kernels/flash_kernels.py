@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -156,40 +157,56 @@ class _Grid:
         scratch: Sequence[tuple[int, int]],
     ) -> Any:
         """The results, blocks of which lie as the outer ones do; the scratch is float32."""
-        s, by_queries = self.s, self.outer == "q"
+        s = self.s
         q_bounds = BlockBounds.of(self.q_tags[:, 0], self.q_tags[:, 1], s.q_block, jnp)
         k_bounds = BlockBounds.of(self.k_tags[:, 0], self.k_tags[:, 1], s.k_block, jnp)
         table, count = list_visits(s.mask, q_bounds, k_bounds, self.outer)
         ids = self.q_tags[:, 1]
         q_tags = self.q_tags.at[:, 1].set(jnp.where(ids == 0, _NO_DOCUMENT, ids))
-        arrays = [table, *of_queries, *of_keys, q_tags, self.k_tags]
-        varying = jax.typeof(count).mat.varying.union(*(jax.typeof(x).mat.varying for x in arrays))
-        count, *arrays = (as_varying(x, varying) for x in (count, *arrays))
-        mat = jax.typeof(arrays[0]).mat
-        group = self.heads // self.kv_heads
-        grid = (self.heads, count) if by_queries else (self.kv_heads, count, group)
-        semantics: list[Any] = ["parallel", *["arbitrary"] * (len(grid) - 1)]
-        return pl.pallas_call(
-            functools.partial(kernel, s),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=grid,
-                in_specs=[
-                    *(self._spec("q", x.shape) for x in of_queries),
-                    *(self._spec("k", x.shape) for x in of_keys),
-                    self._tags_spec("q"),
-                    self._tags_spec("k"),
+        arrays = [count, table, *of_queries, *of_keys, q_tags, self.k_tags]
+        varying = frozenset[str]().union(*(jax.typeof(x).mat.varying for x in arrays))
+        arrays = [as_varying(x, varying) for x in arrays]
+        in_specs = [
+            *(self._spec("q", x.shape) for x in of_queries),
+            *(self._spec("k", x.shape) for x in of_keys),
+            self._tags_spec("q"),
+            self._tags_spec("k"),
+        ]
+        of_group = () if self.outer == "q" else (self.heads // self.kv_heads,)
+        semantics: list[Any] = ["parallel", "arbitrary", *["arbitrary" for _ in of_group]]
+
+        def run(count: jax.Array, *arrays: jax.Array) -> Any:
+            mat = jax.typeof(count).mat
+            heads = self.heads if self.outer == "q" else self.kv_heads
+            return pl.pallas_call(
+                functools.partial(kernel, s),
+                grid_spec=pltpu.PrefetchScalarGridSpec(
+                    num_scalar_prefetch=1,
+                    grid=(heads, count, *of_group),
+                    in_specs=in_specs,
+                    out_specs=[self._spec(self.outer, x.shape) for x in results],
+                    scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+                ),
+                out_shape=[
+                    jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat) for x in results
                 ],
-                out_specs=[self._spec(self.outer, x.shape) for x in results],
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-            ),
-            out_shape=[
-                jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat) for x in results
-            ],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-            name=f"plait_flash{kernel.__name__.removesuffix('_kernel')}",
-            interpret=s.interpret,
-        )(*arrays)
+                compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+                name=f"plait_flash{kernel.__name__.removesuffix('_kernel')}",
+                interpret=s.interpret,
+            )(*arrays)
+
+        if s.interpret and varying:
+            return [as_varying(x, varying) for x in _closed(run, arrays)]
+        return run(*arrays)
+
+
+def _closed(run: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
+    """run(*arrays) as a program of its own, lowered outside of the surrounding `jax.shard_map`.
+
+    There the interpreter's own indices fail the check of what varies over the mesh.
+    """
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    return jax.export.export(jax.jit(run))(*avals).call(*arrays)
 
 
 def _forward_kernel(
