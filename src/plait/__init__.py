@@ -7,9 +7,11 @@ Start at `ContextParallel`.
 
 from plait.attention import (
     Blockwise,
+    Flash,
     Machine,
     Shapes,
     attention,
+    choose_kernel,
     choose_strategy,
     count_blocks,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "Chunked",
     "ContextParallel",
     "Contiguous",
+    "Flash",
     "Full",
     "HalfSwap",
     "Layout",
@@ -48,6 +51,7 @@ __all__ = [
     "Zigzag",
     "all_gather",
     "attention",
+    "choose_kernel",
     "choose_strategy",
     "count_blocks",
     "lookahead",

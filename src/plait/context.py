@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from plait import exchange, padding
-from plait.attention import Blockwise, Strategy, attention
+from plait.attention import Strategy, attention
+from plait.attention.kernels import Kernel
 from plait.layout import Layout
 from plait.lookahead import lookahead
 from plait.mask import Mask
@@ -227,7 +228,7 @@ class ContextParallel:
         segment_ids: jax.Array | None = None,
         source_positions: jax.Array | None = None,
         strategy: Strategy = "all_gather",
-        kernel: Blockwise | Literal["auto", "blockwise"] = "auto",
+        kernel: Kernel | Literal["auto", "blockwise", "flash"] = "auto",
         scale: float | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,

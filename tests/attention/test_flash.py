@@ -21,7 +21,7 @@ from plait import (
     Zigzag,
     audit,
 )
-from plait.attention.kernels import flash, visits
+from plait.attention.kernels import Scores, Tags, flash, visits
 from plait.attention.kernels.flash import Flash
 from plait.mask import BlockBounds, Chunked, PrefixLM
 
@@ -78,6 +78,23 @@ def facts(q_positions, k_positions, q_ids=None, k_ids=None, batch=2, mask=None, 
     }
 
 
+def parts_of(data):
+    """The same facts as a strategy gives them."""
+    scores = Scores(data["mask"], data["scale"], data.get("softcap"))
+    tags = (Tags(data[f"{x}_positions"], data[f"{x}_segment_ids"]) for x in "qk")
+    return scores, *tags
+
+
+def forward(q, k, v, data, kernel=SMALL):
+    scores, *tags = parts_of(data)
+    return kernel.forward(scores, q, k, v, *tags)
+
+
+def backward(q, k, v, d_out, lse, delta, data, kernel=SMALL):
+    scores, *tags = parts_of(data)
+    return kernel.backward(scores, q, k, v, d_out, lse, delta, *tags)
+
+
 def with_gradients(kernel, arrays, data):
     """out, lse, d_q, d_k, d_v."""
     jitted, traced = program(kernel, data)
@@ -96,7 +113,7 @@ def _program(kernel, static):
         TRACES[jitted] += 1
         call = functools.partial(kernel, **dict(static), **traced)
         (out, lse), pull = jax.vjp(call, q, k, v)
-        return out, lse, *pull((d_out, d_lse))
+        return out, lse, *pull((d_out.astype(out.dtype), d_lse))
 
     jitted = jax.jit(run)
     return jitted
@@ -198,7 +215,7 @@ def test_bfloat16_by_norm(rng):
     found = with_gradients(SMALL, arrays, facts(np.arange(64), np.arange(64)))
     right = wanted(arrays, np.tile(oracle.visible(np.arange(64)), (2, 1, 1)))
     for name, a, b in zip(NAMES, found, right, strict=True):
-        assert a.dtype == (jnp.float32 if name == "lse" else jnp.bfloat16)
+        assert a.dtype == (jnp.float32 if name in ("out", "lse") else jnp.bfloat16)
         error = np.linalg.norm(np.asarray(a).astype(np.float64) - b) / np.linalg.norm(b)
         assert error < 1e-2, name  # bfloat16 keeps 8 bits: 2**-8 an operation
 
@@ -257,20 +274,20 @@ def test_parts_merged_by_lse_are_the_whole(rng):
     ]
 
     @jax.jit
-    def forward(q, k, v, positions):
-        return SMALL.forward(q, k, v, **facts(positions[0], positions[1]))
+    def forward_part(q, k, v, positions):
+        return forward(q, k, v, facts(positions[0], positions[1]))
 
     @jax.jit
-    def backward(q, k, v, d_out, lse, delta, positions):
-        return SMALL.backward(q, k, v, d_out, lse, delta, **facts(positions[0], positions[1]))
+    def backward_part(q, k, v, d_out, lse, delta, positions):
+        return backward(q, k, v, d_out, lse, delta, facts(positions[0], positions[1]))
 
     places = [jnp.stack([data[f"{x}_positions"][0] for x in "qk"]) for _, _, data in parts]
-    found = [forward(q, *part[:2], at) for part, at in zip(parts, places, strict=True)]
+    found = [forward_part(q, *part[:2], at) for part, at in zip(parts, places, strict=True)]
     lse = jnp.logaddexp(*(part for _, part in found))
     out = sum(jnp.exp(part - lse)[..., None] * o for o, part in found)
     delta = (out * d_out).sum(axis=-1) - d_lse
     gradients = [
-        backward(q, *part[:2], d_out, lse, delta, at)
+        backward_part(q, *part[:2], d_out, lse, delta, at)
         for part, at in zip(parts, places, strict=True)
     ]
     d_q = gradients[0][0] + gradients[1][0]
@@ -279,18 +296,14 @@ def test_parts_merged_by_lse_are_the_whole(rng):
     assert_close((out, lse, d_q, d_k, d_v), wanted((q, k, v, d_out, d_lse), seen))
 
 
-def test_parts_can_be_float32():
+def test_parts_are_float32():
     x = jnp.ones((2, 32, 4, 8), jnp.bfloat16)
     rows = jnp.ones((2, 32, 4))
     data = facts(np.arange(32), np.arange(32))
-
-    def parts(dtype):
-        out, _ = SMALL.forward(x, x, x, dtype=dtype, **data)
-        return out, *SMALL.backward(x, x, x, x, rows, rows, dtype=dtype, **data)
-
-    for dtype in (jnp.float32, None):
-        found = jax.eval_shape(functools.partial(parts, dtype))
-        assert {y.dtype for y in found} == {jnp.dtype(dtype or jnp.bfloat16)}
+    found = jax.eval_shape(
+        lambda: (*forward(x, x, x, data), *backward(x, x, x, x, rows, rows, data))
+    )
+    assert {y.dtype for y in found} == {jnp.dtype(jnp.float32)}
 
 
 def test_equals_blockwise(rng):
@@ -397,11 +410,11 @@ def test_in_shard_map_under_scan_remat_and_vmap(check_vma, mesh_of, rng):
 def test_too_many_rows_are_taken_in_turn(monkeypatch, rng):
     q, k, v, _, _ = (jnp.asarray(x) for x in inputs(rng, 32, 32, batch=3))
     data = facts(np.arange(32), np.arange(32), batch=3)
-    together = SMALL.forward(q, k, v, **data)
-    loops = [str(jax.make_jaxpr(lambda q: SMALL.forward(q, k, v, **data))(q)).count("scan")]
+    together = forward(q, k, v, data)
+    loops = [str(jax.make_jaxpr(lambda q: forward(q, k, v, data))(q)).count("scan")]
     monkeypatch.setattr(flash, "MOST_VISITS", 4)
-    in_turn = SMALL.forward(q, k, v, **data)
-    loops.append(str(jax.make_jaxpr(lambda q: SMALL.forward(q, k, v, **data))(q)).count("scan"))
+    in_turn = forward(q, k, v, data)
+    loops.append(str(jax.make_jaxpr(lambda q: forward(q, k, v, data))(q)).count("scan"))
     assert loops == [0, 1]
     for a, b in zip(in_turn, together, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -420,17 +433,17 @@ def test_what_it_cannot_take():
 
     x = shaped(1, 1024, 16, 192)
     kernel = Flash()
-    assert kernel.why_not(x, x, x, Causal()) is None
+    assert kernel.why_not(x, x, x) is None
     half = shaped(1, 1024, 16, 192, dtype=jnp.float16)
-    assert "float16" in kernel.why_not(half, half, half, Causal())
+    assert "float16" in kernel.why_not(half, half, half)
     mixed = shaped(1, 1024, 16, 192, dtype=jnp.float32)
-    assert "['bfloat16', 'float32']" in kernel.why_not(x, x, mixed, Causal())
+    assert "['bfloat16', 'float32']" in kernel.why_not(x, x, mixed)
     long = shaped(1, 512 * 512, 16, 192)
     assert flash.MOST_VISITS < 512 * 512
-    why = kernel.why_not(long, long, long, Causal())
+    why = kernel.why_not(long, long, long)
     assert "262144 blocks of 512 x 512" in why
     assert "larger blocks" in why
-    assert Flash(1024, 1024).why_not(long, long, long, Causal()) is None
+    assert Flash(1024, 1024).why_not(long, long, long) is None
     y = jnp.ones((1, 16, 1, 8), jnp.float16)
     refused(lambda: SMALL(y, y, y, **facts(np.arange(16), np.arange(16), batch=1)), "float16")
     refused(lambda: Flash(100, 512), "q_block is 100", "128")
@@ -448,7 +461,7 @@ def test_the_compiler_for_tpus_takes_it():
     def step(q, k, v, q_positions, k_positions, d_out):
         data = dict(facts(q_positions, k_positions, batch=1), scale=192**-0.5)
         (out, lse), pull = jax.vjp(functools.partial(Flash(), **data), q, k, v)
-        return out, lse, *pull((d_out, 0 * lse))
+        return out, lse, *pull((d_out.astype(out.dtype), 0 * lse))
 
     specs = (on_rank, whole, whole, on_rank, whole, on_rank)
     per_rank = jax.shard_map(

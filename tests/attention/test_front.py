@@ -419,7 +419,7 @@ def test_errors_name_what_is_wrong(mesh_of):
     refused(lambda: attend(x, x, x, strategy="rnig"), "'rnig'", "'all_gather'", "'ring'?")
     refused(lambda: attend(x, x, x, sinks=jnp.ones(3)), "sinks has shape (3,)", "4 heads")
     refused(lambda: attend(x, x, x, softcap=-1), "softcap is -1.0", "above 0")
-    refused(lambda: attend(x, x, x, kernel="splash"), "'splash'", "'blockwise'")
+    refused(lambda: attend(x, x, x, kernel="splash"), "'splash'", "'blockwise'", "'flash'")
     refused(lambda: attend(x, x, x, mask="causal"), "'causal'", "Causal()", error=TypeError)
     refused(
         lambda: jax.jit(lambda s: attend(x, x, x, scale=s))(0.5),

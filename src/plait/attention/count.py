@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from plait.attention.front import as_kernel, fitted
-from plait.attention.kernels import Blockwise
+from plait.attention.front import fitted
+from plait.attention.kernels import Blockwise, Flash, choose_kernel
 from plait.layout import Layout
 from plait.mask import BlockBounds, Causal, Mask, block_map
 from plait.tree import as_int32
@@ -19,11 +19,11 @@ def count_blocks(
     *,
     mask: Mask | None = None,
     segment_ids: np.ndarray | None = None,
-    kernel: Blockwise | Literal["auto", "blockwise"] = "auto",
+    kernel: Blockwise | Flash | Literal["auto", "blockwise", "flash"] = "auto",
 ) -> tuple[np.ndarray, int]:
-    """The blocks of scores that the blockwise kernel computes on each rank, and of how many.
+    """The blocks of scores that the kernel computes on each rank, and of how many.
 
-    Counted on the host by the rule that the kernel itself follows, for the all-gather strategy.
+    Counted on the host by the rule that the kernels themselves follow, for the all-gather strategy.
 
     Args:
       segment_ids: integers in source order, [sequence] or [batch, sequence]; rows add up.
@@ -42,7 +42,7 @@ def count_blocks(
     ids = np.ones((1, length), np.int32) if segment_ids is None else np.asarray(segment_ids)
     ids = np.atleast_2d(as_int32(ids, "segment_ids"))[:, layout.positions(length)]
     positions = np.broadcast_to(layout.positions(length), ids.shape)
-    blocks = fitted(as_kernel(kernel), layout, length)
+    blocks: Any = fitted(_with_blocks(kernel), layout, length)
     k = _host_bounds(positions, ids, min(blocks.k_block, length))
     computed = []
     for rank in range(layout.ranks):
@@ -57,3 +57,9 @@ def count_blocks(
 def _host_bounds(positions: np.ndarray, ids: np.ndarray, block: int) -> BlockBounds:
     padding = [(0, 0), (0, -positions.shape[-1] % block)]
     return BlockBounds.of(np.pad(positions, padding), np.pad(ids, padding), block, np)
+
+
+def _with_blocks(kernel: Any) -> Any:
+    return (
+        Blockwise() if kernel == "auto" else choose_kernel(None, None, None, kernel=kernel).kernel
+    )

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from plait.attention.cost import Shapes, choose_strategy
-from plait.attention.kernels import Blockwise, Scores
+from plait.attention.kernels import Kernel, Scores, choose_kernel
 from plait.attention.strategies import STRATEGIES, Shards, Task, Tokens
 from plait.layout import Layout, Striped
 from plait.mask import Causal, Mask
@@ -53,7 +53,7 @@ def attention(
     segment_ids: jax.Array | None = None,
     source_positions: jax.Array | None = None,
     strategy: Strategy = "all_gather",
-    kernel: Blockwise | Literal["auto", "blockwise"] = "auto",
+    kernel: Kernel | Literal["auto", "blockwise", "flash"] = "auto",
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -85,7 +85,9 @@ def attention(
         "ulysses": heads are dealt over the ranks, each of which then has all tokens of its heads.
         "usp": heads over the last mesh axis of `axis_name`, a ring over those before it. "auto":
         the one with the least estimate of `plait.choose_strategy`, which says why.
-      kernel: "blockwise" or a `Blockwise` with block sizes; "auto" is "blockwise".
+      kernel: "blockwise", pure JAX; "flash", Pallas kernels for TPUs; or a `Blockwise` or `Flash`
+        with block sizes. "auto" is "flash" on TPUs where it can be had, else "blockwise";
+        `plait.choose_kernel` says why.
       scale: of the scores before softmax; head_dim ** -0.5 by default.
       softcap: scores become softcap * tanh(score / softcap) before they are masked (Gemma 2).
       sinks: float [heads], one more score in each head's softmax, of a key without a value
@@ -128,7 +130,8 @@ def attention(
     sinks = _check_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_float("scale", scale)
     scores = Scores(mask, scale, _as_softcap(softcap))
-    call = _Call(layout, scores, as_kernel(kernel), strategy)
+    call = _Call(layout, scores, kernel, strategy)
+    choose_kernel(q, k, v, kernel=kernel)  # raises where there is none of that name
     axes: Axes | None = None
     if inside:
         axes = bound_axes(names)
@@ -188,7 +191,7 @@ class _Call:
 
     layout: Layout
     scores: Scores
-    kernel: Blockwise
+    kernel: Kernel | str
     strategy: str
 
     def run(
@@ -203,7 +206,8 @@ class _Call:
     ) -> jax.Array:
         """On this rank's shard where there are axes, on the whole sequence where there are none."""
         length = q.shape[1] * (1 if axes is None else axes.size)
-        kernel = self.kernel
+        keys = (jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype) for x in (k, v))
+        kernel, _ = choose_kernel(q, *keys, kernel=self.kernel, fully_manual=_is_fully_manual())
         if positions is None:
             self.layout.check_length(length, "axis 1 of q")
             kernel = fitted(kernel, self.layout, length)
@@ -234,6 +238,12 @@ class _Call:
             mask=self.scores.mask,
             positions_are_data=positions is not None,
         ).strategy
+
+
+def _is_fully_manual() -> bool:
+    """Whether every mesh axis is manual here, and there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and frozenset(mesh.manual_axes) == frozenset(mesh.axis_names)
 
 
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -267,22 +277,13 @@ def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple, vmap
     )
 
 
-def fitted(kernel: Blockwise, layout: Layout, length: int) -> Blockwise:
+def fitted(kernel: Kernel, layout: Layout, length: int) -> Kernel:
     """The kernel with blocks that do not straddle the chunks of the layout."""
     per_rank = length // layout.ranks
     if isinstance(layout, Striped):
         return kernel.fitted(per_rank, per_rank)
     chunk = layout.chunk_length(length)
     return kernel.fitted(chunk, chunk)
-
-
-def as_kernel(kernel: Any) -> Blockwise:
-    """The kernel that a caller names."""
-    if isinstance(kernel, Blockwise):
-        return kernel
-    if kernel not in ("auto", "blockwise"):
-        raise ValueError(f"kernel is {kernel!r}; it needs to be 'auto', 'blockwise' or Blockwise()")
-    return Blockwise()
 
 
 def _as_float(name: str, value: Any) -> float:

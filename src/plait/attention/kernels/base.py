@@ -6,9 +6,10 @@ gives for one part of the keys, `merge` joins with what it gave for others.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,40 @@ class Scores:
         return self.softcap * capped, self.scale * (1 - capped * capped)
 
 
-class Kernel(Protocol):
-    """What a strategy asks of a kernel; both methods may be called inside `custom_vjp`."""
+class Kernel(abc.ABC):
+    """What a strategy asks of a kernel; frozen and hashable, as it is static under `jax.jit`."""
 
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        mask: Mask,
+        q_positions: jax.Array,
+        k_positions: jax.Array,
+        q_segment_ids: jax.Array | None = None,
+        k_segment_ids: jax.Array | None = None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out, lse) as `forward` says, with gradients in q, k and v."""
+        q_tags, k_tags = Tags(q_positions, q_segment_ids), Tags(k_positions, k_segment_ids)
+        return attend(self, Scores(mask, scale, softcap), q, k, v, q_tags, k_tags)
+
+    def fitted(self, q_chunk: int, k_chunk: int) -> Kernel:
+        """The kernel with blocks that do not straddle chunks, if it has blocks."""
+        return self
+
+    def why_not(self, q: Any, k: Any, v: Any) -> str | None:
+        """Why this kernel cannot take such arrays, in a sentence; None where it can.
+
+        Args:
+          q, k, v: arrays, or anything with their shape and dtype, as in `forward`.
+        """
+        return None
+
+    @abc.abstractmethod
     def forward(
         self, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, q_tags: Tags, k_tags: Tags
     ) -> tuple[jax.Array, jax.Array]:
@@ -62,6 +94,7 @@ class Kernel(Protocol):
           nothing has out 0 and lse -inf.
         """
 
+    @abc.abstractmethod
     def backward(
         self,
         scores: Scores,
@@ -73,6 +106,8 @@ class Kernel(Protocol):
         delta: jax.Array,
         q_tags: Tags,
         k_tags: Tags,
+        *,
+        dtype: Any = jnp.float32,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What these keys contribute to the gradients of a softmax over these and other keys.
 
@@ -80,10 +115,11 @@ class Kernel(Protocol):
           d_out: the gradient of the final out, in any float dtype.
           lse: the final log-sum-exp, over all keys.
           delta: float32 [batch, queries, heads]: sum(out * d_out) less the gradient of lse.
+          dtype: of the gradients; None for those of q, k and v, where nothing is to be added.
           Others as in `forward`.
 
         Returns:
-          d_q, d_k, d_v in float32.
+          d_q, d_k, d_v.
         """
 
 
@@ -119,9 +155,8 @@ def _attend_backward(kernel: Kernel, scores: Scores, saved: tuple, cotangents: t
     d_out, d_lse = cotangents
     delta = delta_of(out, d_out, d_lse)
     d_out = d_out.astype(q.dtype)
-    gradients = kernel.backward(scores, q, k, v, d_out, lse, delta, q_tags, k_tags)
     return (
-        *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)),
+        *kernel.backward(scores, q, k, v, d_out, lse, delta, q_tags, k_tags, dtype=None),
         jax.tree.map(lambda _: None, q_tags),
         jax.tree.map(lambda _: None, k_tags),
     )

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from plait.attention.kernels.base import Scores, Tags, attend
+from plait.attention.kernels.base import Kernel, Scores, Tags
 from plait.layout import at_least_one
-from plait.mask import BlockBounds, Mask, block_map
+from plait.mask import BlockBounds, block_map
 from plait.mesh import as_varying
 
 LEAST_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Blockwise:
+class Blockwise(Kernel):
     """Attention in blocks, in pure JAX: memory grows with a block, not with the sequence squared.
 
     Softmax is accumulated over blocks of keys in float32 (Milakov and Gimelshein 2018,
@@ -43,24 +43,6 @@ class Blockwise:
         """With blocks that do not straddle chunks, where chunks are long enough to allow it."""
         return Blockwise(_fit(self.q_block, q_chunk), _fit(self.k_block, k_chunk))
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        mask: Mask,
-        q_positions: jax.Array,
-        k_positions: jax.Array,
-        q_segment_ids: jax.Array | None = None,
-        k_segment_ids: jax.Array | None = None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """(out, lse) as `Kernel.forward` says, with gradients in q, k and v."""
-        q_tags, k_tags = Tags(q_positions, q_segment_ids), Tags(k_positions, k_segment_ids)
-        return attend(self, Scores(mask, scale, softcap), q, k, v, q_tags, k_tags)
-
     def forward(
         self, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, q_tags: Tags, k_tags: Tags
     ) -> tuple[jax.Array, jax.Array]:
@@ -81,11 +63,18 @@ class Blockwise:
         delta: jax.Array,
         q_tags: Tags,
         k_tags: Tags,
+        *,
+        dtype: Any = jnp.float32,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Kernel.backward`."""
         blocks = _Blocks.of(self, scores, q, k, q_tags, k_tags)
         rows = (*blocks.queries(q, d_out, lse, delta), *blocks.keys(k, v), *blocks.tags)
-        d_q, d_k, d_v = lax.map(lambda row: _row_backward(blocks, *row), rows)
+
+        def of_row(row: Any) -> tuple:
+            gradients = zip(_row_backward(blocks, *row), (q, k, v), strict=True)
+            return tuple(d.astype(dtype or x.dtype) for d, x in gradients)
+
+        d_q, d_k, d_v = lax.map(of_row, rows)
         return d_q[:, : q.shape[1]], d_k[:, : k.shape[1]], d_v[:, : k.shape[1]]
 
 

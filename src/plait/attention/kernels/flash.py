@@ -9,18 +9,17 @@ nothing is not -inf. Here positions and segment ids of queries and keys are data
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, NotRequired, TypedDict, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from plait.attention.kernels.base import Kernel, Scores, Tags
 from plait.attention.kernels.flash_kernels import LANES, Statics, backward, forward
 from plait.layout import at_least_one
-from plait.mask import Mask
 from plait.mesh import as_varying
 
 LEAST_BLOCK = 256
@@ -30,30 +29,9 @@ MOST_VISITS = 1 << 17
 """In one list: 512 KiB, half of the scalar memory of a TPU, and few enough for `Visits`."""
 
 
-class Facts(TypedDict):
-    """What attention knows beside q, k and v.
-
-    Attributes:
-      mask: of source positions.
-      q_positions, k_positions: int32 source positions, [batch, queries] and [batch, keys].
-      q_segment_ids, k_segment_ids: int32 of the same shapes, or None: one document. 0 is padding;
-        -2**31 is no document's.
-      scale: of the scores.
-      softcap: scores become softcap * tanh(scores / softcap); None, or left out, leaves them.
-    """
-
-    mask: Mask
-    q_positions: jax.Array
-    k_positions: jax.Array
-    q_segment_ids: jax.Array | None
-    k_segment_ids: jax.Array | None
-    scale: float
-    softcap: NotRequired[float | None]
-
-
 @dataclasses.dataclass(frozen=True)
-class Flash:
-    """Attention in blocks as Pallas kernels for TPUs, called as `Blockwise` is.
+class Flash(Kernel):
+    """Attention in blocks as Pallas kernels for TPUs.
 
     Blocks that the mask empties are not visited at all, forward or backward, and blocks that it
     leaves whole skip its arithmetic: the grid runs over a list of visits, made on the device from
@@ -89,13 +67,8 @@ class Flash:
             self, q_block=_fit(self.q_block, q_chunk), k_block=_fit(self.k_block, k_chunk)
         )
 
-    def why_not(self, q: Any, k: Any, v: Any, mask: Mask) -> str | None:
-        """Why this kernel cannot take a call, in a sentence; None where it can.
-
-        Args:
-          q, k, v: arrays, or anything with their shape and dtype, as in `__call__`.
-        """
-        del mask  # any will do: it is traced into the kernels
+    def why_not(self, q: Any, k: Any, v: Any) -> str | None:
+        """See `Kernel.why_not`; any mask will do, since it is traced into the kernels."""
         dtypes = {jnp.dtype(x.dtype).name for x in (q, k, v)}
         if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}:
             return f"q, k and v are {sorted(dtypes)}; Flash needs all float32 or all bfloat16"
@@ -109,69 +82,33 @@ class Flash:
             )
         return None
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, **facts: Unpack[Facts]
+    def forward(
+        self, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, q_tags: Tags, k_tags: Tags
     ) -> tuple[jax.Array, jax.Array]:
-        """Exact attention of the queries over the keys.
-
-        Args:
-          q: [batch, queries, heads, head_dim].
-          k: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
-          v: [batch, keys, kv_heads, v_head_dim].
-          **facts: see `Facts`.
-
-        Returns:
-          (out, lse): out [batch, queries, heads, v_head_dim] in the dtype of q; the log of the
-          sum of exponentials, float32 [batch, queries, heads]. A query that sees nothing has out
-          0 and lse -inf. Both have gradients in q, k and v; there is no forward mode.
+        """See `Kernel.forward`.
 
         Raises:
           ValueError: what `why_not` says.
         """
-        statics, *tags = self._prepare(q, k, v, facts)
-        return _attend(statics, *_alike(q, k, v, *tags))
-
-    def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, dtype: Any = None, **facts: Unpack[Facts]
-    ) -> tuple[jax.Array, jax.Array]:
-        """The call without a derivative, for strategies that have their own.
-
-        Args:
-          q, k, v, **facts: as in the call.
-          dtype: of out; by default that of q.
-        """
-        statics, *tags = self._prepare(q, k, v, facts, dtype)
+        statics, *tags = self._prepare(scores, q, k, v, q_tags, k_tags)
         return _forward(statics, *_alike(q, k, v, *tags))
 
     def backward(
         self,
+        scores: Scores,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         d_out: jax.Array,
         lse: jax.Array,
         delta: jax.Array,
+        q_tags: Tags,
+        k_tags: Tags,
         *,
-        dtype: Any = None,
-        **facts: Unpack[Facts],
+        dtype: Any = jnp.float32,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What these keys and values add to the gradients of q, k and v.
-
-        The keys may be some of those that the queries see: then `lse` and `delta` are those of
-        all, and d_q is the sum over the parts.
-
-        Args:
-          q, k, v, **facts: as in the call.
-          d_out: [batch, queries, heads, v_head_dim], the gradient of the final output.
-          lse: float32 [batch, queries, heads], over all keys.
-          delta: float32 of the same shape: sum(out * d_out) over v_head_dim, less the gradient
-            of lse.
-          dtype: of the gradients; by default those of q, k and v. float32 where parts are added.
-
-        Returns:
-          (d_q, d_k, d_v) in the shapes of q, k and v.
-        """
-        statics, *tags = self._prepare(q, k, v, facts, dtype)
+        """See `Kernel.backward`."""
+        statics, *tags = self._prepare(scores, q, k, v, q_tags, k_tags, dtype)
         return _backward(statics, *_alike(q, k, v, d_out, lse, delta, *tags))
 
     def _blocks(self, queries: int, keys: int) -> tuple[int, int]:
@@ -179,26 +116,24 @@ class Flash:
         whole = [-(-length // unit) * unit for length in (queries, keys)]
         return min(self.q_block, whole[0]), min(self.k_block, whole[1])
 
-    def _prepare(self, q: Any, k: Any, v: Any, facts: Facts, dtype: Any = None) -> tuple:
+    def _prepare(self, scores: Scores, q: Any, k: Any, v: Any, q_tags: Tags, k_tags: Tags) -> tuple:
         """What is static, and the tags of queries and of keys."""
-        reason = self.why_not(q, k, v, facts["mask"])
+        reason = self.why_not(q, k, v)
         if reason is not None:
             raise ValueError(reason)
         q_block, k_block = self._blocks(q.shape[1], k.shape[1])
-        q_ids, k_ids = facts["q_segment_ids"], facts["k_segment_ids"]
         hangs_over = bool(q.shape[1] % q_block or k.shape[1] % k_block)
         statics = Statics(
             q_block=q_block,
             k_block=k_block,
             interpret=self.interpret,
-            mask=facts["mask"],
-            masks_ids=hangs_over or q_ids is not None or k_ids is not None,
-            scale=facts["scale"],
-            softcap=facts.get("softcap"),
+            mask=scores.mask,
+            masks_ids=hangs_over or q_tags.segment_ids is not None,
+            scale=scores.scale,
+            softcap=scores.softcap,
             dtype=dtype,
         )
-        q_tags = _tags(facts["q_positions"], q_ids, q_block)
-        return statics, q_tags, _tags(facts["k_positions"], k_ids, k_block)
+        return statics, _tags(*q_tags, q_block), _tags(*k_tags, k_block)
 
 
 def _fit(at_most: int, chunk: int) -> int:
@@ -219,26 +154,6 @@ def _alike(*arrays: Any) -> list[jax.Array]:
     converted = [jnp.asarray(x) for x in arrays]
     names = sorted({name for x in converted for name in jax.typeof(x).mat.varying})
     return [as_varying(x, names) for x in converted]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(s: Statics, q: Any, k: Any, v: Any, q_tags: Any, k_tags: Any) -> tuple:
-    return _forward(s, q, k, v, q_tags, k_tags)
-
-
-def _attend_forward(s: Statics, q: Any, k: Any, v: Any, *tags: Any) -> tuple:
-    out, lse = _forward(s, q, k, v, *tags)
-    return (out, lse), (q, k, v, out, lse, *tags)
-
-
-def _attend_backward(s: Any, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, out, lse, *tags = saved
-    d_out, d_lse = cotangents
-    delta = jnp.einsum("bshd,bshd->bsh", out, d_out, preferred_element_type=jnp.float32) - d_lse
-    return *_backward(s, *_alike(q, k, v, d_out, lse, delta, *tags)), None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _by_rows(kernel: Callable[..., Any], s: Statics, *arrays: jax.Array) -> Any:
