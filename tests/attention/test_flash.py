@@ -389,20 +389,25 @@ def test_in_shard_map_under_scan_remat_and_vmap(check_vma, mesh_of, rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
-def test_too_many_rows_are_taken_in_turn(monkeypatch, rng):
-    q, k, v, _, _ = (jnp.asarray(x) for x in inputs(rng, 32, 32, batch=3))
-    data = facts(np.arange(32), np.arange(32), batch=3)
+def test_rows_of_vmap_and_too_many_are_taken_in_turn(monkeypatch, rng):
+    q, k, v, _, _ = (jnp.asarray(x) for x in inputs(rng, 32, 32, batch=6))
+    v = jnp.tile(v[:2], (3, 1, 1, 1))
 
-    def attend():
-        traced = jax.jit(lambda q, k, v: SMALL.forward(q, k, v, **data)).trace(q, k, v)
-        return str(traced.jaxpr).count("scan"), traced.lower().compile()(q, k, v)
+    def attend(q, k, v):
+        data = facts(np.arange(32), np.arange(32), batch=q.shape[0])
+        return SMALL.forward(q, k, v, **data)
 
-    loops, together = attend()
+    def run(fn, *arrays):
+        traced = jax.jit(fn).trace(*arrays)
+        return str(traced.jaxpr).count("scan"), traced.lower().compile()(*arrays)
+
+    loops, together = run(attend, q, k, v)
     monkeypatch.setattr(flash, "MOST_VISITS", 4)
-    more_loops, in_turn = attend()
+    by_pairs = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k)]
+    more_loops, in_turn = run(jax.vmap(attend, in_axes=(0, 0, None)), *by_pairs, v[:2])
     assert (loops, more_loops) == (0, 1)
     for a, b in zip(in_turn, together, strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a.reshape(b.shape), b)
 
 
 def test_fitted_blocks_do_not_straddle_chunks():
