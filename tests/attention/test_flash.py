@@ -182,31 +182,26 @@ def test_equals_float64_on_every_layout(packed, rng):
     assert TRACES[program(SMALL, data)[0]] == 1  # positions are data
 
 
-MASKS = [Full(), SlidingWindow(7, 3) | PrefixLM(5) | (Causal() & Chunked(13))]
+UNION = SlidingWindow(7, 3) | PrefixLM(5) | (Causal() & Chunked(13))
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_masks_over_odd_lengths(mask, rng):
-    """50 keys in blocks of 24: the last hangs over, and what is read there is anything."""
-    arrays = inputs(rng, 50, 50)
-    positions = rng.permutation(50)
-    kernel = Flash(16, 24, interpret=True)
-    found = with_gradients(kernel, arrays, facts(positions, positions, mask=mask))
-    seen = np.tile(oracle.visible(positions, mask=mask), (2, 1, 1))
-    assert_close(found, wanted(arrays, seen))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dims", "mask", "softcap"),
+    [(2, 2, (24, 16), Full(), 2.0), (4, 1, (9, 8), UNION, None)],
+)
+def test_heads_dims_masks_and_odd_lengths(heads, kv_heads, dims, mask, softcap, rng):
+    """The dims of MLA, an eighth of them, and one head of keys for all; groups are elsewhere.
 
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(2, 2, (24, 16)), (4, 1, (9, 8))])
-def test_heads_and_dims_and_a_softcap(heads, kv_heads, dims, rng):
-    """The dims of MLA, an eighth of them, and one head of keys for all; groups are elsewhere."""
+    50 keys are in blocks of 24: the last hangs over, and what is read there is anything.
+    """
     arrays = inputs(
-        rng, 32, 32, heads=heads, kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1]
+        rng, 50, 50, heads=heads, kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1]
     )
-    arrays[0] *= 3
-    data = facts(np.arange(32), np.arange(32), softcap=2.0)
-    seen = np.tile(oracle.visible(np.arange(32)), (2, 1, 1))
-    found = with_gradients(Flash(16, 16, interpret=True), arrays, data)
-    assert_close(found, wanted(arrays, seen, softcap=2.0))
+    positions = rng.permutation(50)
+    data = facts(positions, positions, mask=mask, softcap=softcap)
+    found = with_gradients(Flash(16, 24, interpret=True), arrays, data)
+    seen = np.tile(oracle.visible(positions, mask=mask), (2, 1, 1))
+    assert_close(found, wanted(arrays, seen, softcap=softcap))
 
 
 def test_bfloat16_by_norm(rng):
@@ -407,17 +402,25 @@ def test_in_shard_map_under_scan_remat_and_vmap(check_vma, mesh_of, rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
-def test_too_many_rows_are_taken_in_turn(monkeypatch, rng):
-    q, k, v, _, _ = (jnp.asarray(x) for x in inputs(rng, 32, 32, batch=3))
-    data = facts(np.arange(32), np.arange(32), batch=3)
-    together = forward(q, k, v, data)
-    loops = [str(jax.make_jaxpr(lambda q: forward(q, k, v, data))(q)).count("scan")]
+def test_rows_of_vmap_and_too_many_are_taken_in_turn(monkeypatch, rng):
+    q, k, v, _, _ = (jnp.asarray(x) for x in inputs(rng, 32, 32, batch=6))
+    v = jnp.tile(v[:2], (3, 1, 1, 1))
+
+    def attend(q, k, v):
+        data = facts(np.arange(32), np.arange(32), batch=q.shape[0])
+        return SMALL.forward(q, k, v, **data)
+
+    def run(fn, *arrays):
+        traced = jax.jit(fn).trace(*arrays)
+        return str(traced.jaxpr).count("scan"), traced.lower().compile()(*arrays)
+
+    loops, together = run(attend, q, k, v)
     monkeypatch.setattr(flash, "MOST_VISITS", 4)
-    in_turn = forward(q, k, v, data)
-    loops.append(str(jax.make_jaxpr(lambda q: forward(q, k, v, data))(q)).count("scan"))
-    assert loops == [0, 1]
+    by_pairs = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k)]
+    more_loops, in_turn = run(jax.vmap(attend, in_axes=(0, 0, None)), *by_pairs, v[:2])
+    assert (loops, more_loops) == (0, 1)
     for a, b in zip(in_turn, together, strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a.reshape(b.shape), b)
 
 
 def test_fitted_blocks_do_not_straddle_chunks():
