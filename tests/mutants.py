@@ -479,10 +479,38 @@ MUTANTS = [
     Mutant(
         "a fusion in a fusion that reads its operands whole",
         "audit/hlo.py",
-        "            read += sum(_read_of(i) for i in inner if i.message.parameter_number in"
-        " places)\n",
-        "            return parameter.result_bytes\n",
+        "            read += sum(_read_of(i, within) for i in inner if i.message.parameter_number"
+        " in places)\n",
+        "            return value.result_bytes\n",
         "audit/test_hlo.py",
+    ),
+    Mutant(
+        "an operand that a fusion in a fusion hands on not read",
+        "audit/hlo.py",
+        "    if value is value.computation.root:\n",
+        "    if False:\n",
+        "audit/test_hlo.py -k hands_on",
+    ),
+    Mutant(
+        "a narrow counter without its sign",
+        "audit/hlo.py",
+        'value - 2**bits if kind[0] == "s" and value >= 2 ** (bits - 1) else value',
+        "value",
+        "audit/test_hlo.py -k any_width",
+    ),
+    Mutant(
+        "static arguments taken for arrays",
+        "audit/arguments.py",
+        "        if probe.hashed:\n",
+        "        if False:\n",
+        "audit/test_compile_for.py -k static_arguments",
+    ),
+    Mutant(
+        "scalars compiled without their weak types",
+        "audit/arguments.py",
+        'weak = bool(getattr(x, "weak_type", False))',
+        "weak = False",
+        "audit/test_compile_for.py -k as_weak",
     ),
     Mutant(
         "a loop whose length is data counted once",
