@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "narrow floats copied as floats on the CPU",
         "permute.py",
-        "and width in (8, 16):",
+        "and width in _altered_widths(bijection):",
         "and width in ():",
         "test_permute.py test_exchange.py -k every_bit",
     ),

@@ -408,7 +408,7 @@ def test_rows_of_vmap_and_too_many_are_taken_in_turn(monkeypatch, rng):
 
     def attend(q, k, v):
         data = facts(np.arange(32), np.arange(32), batch=q.shape[0])
-        return SMALL.forward(q, k, v, **data)
+        return forward(q, k, v, data)
 
     def run(fn, *arrays):
         traced = jax.jit(fn).trace(*arrays)

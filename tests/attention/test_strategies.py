@@ -19,6 +19,7 @@ from plait import (
     Causal,
     ContextParallel,
     Contiguous,
+    Flash,
     Full,
     HalfSwap,
     Shapes,
@@ -26,6 +27,7 @@ from plait import (
     Striped,
     Zigzag,
     audit,
+    choose_kernel,
     choose_strategy,
 )
 from plait.attention.cost import pairs_by_shift
@@ -233,6 +235,36 @@ def test_two_empty_parts_merge_to_an_empty_one():
             np.testing.assert_array_equal(a, b)
     gradient = jax.grad(lambda out: merge((out, empty[1]), empty)[0].sum())(empty[0])
     assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "usp"])
+def test_the_pallas_kernels_serve_every_strategy(strategy, rng):
+    """Interpreted; float32 partial results and gradients of a ring among them."""
+    layout = Zigzag(4)
+    arrays = inputs(rng, 1, 64)
+    positions = oracle.positions(layout, 64)
+    ids = documents(rng, 1, 64)[:, positions]
+    cp = ContextParallel(layout, ("outer", "inner"))
+    kernel = Flash(8, 8, interpret=True)
+    attend = functools.partial(cp.attention, segment_ids=ids, strategy=strategy, kernel=kernel)
+    with jax.set_mesh(two_axes()):
+        found = jax.jit(with_gradients(attend))(*arrays)
+    q, k, v, d_out = arrays
+    assert_close(found, oracle.attention(q, k, v, oracle.visible(positions, ids), d_out=d_out))
+
+
+def test_auto_says_which_kernel_and_why():
+    x = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.bfloat16)
+    half = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.float16)
+    on_tpu = functools.partial(choose_kernel, platform="tpu")
+    assert on_tpu(x, x, x).kernel == Flash()
+    assert on_tpu(half, half, half).kernel == Blockwise()
+    assert "float16" in on_tpu(half, half, half).reason
+    assert "manual" in on_tpu(x, x, x, fully_manual=False).reason
+    assert choose_kernel(x, x, x, platform="gpu") == (
+        Blockwise(),
+        "it runs on gpu; Flash is for TPUs",
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])

@@ -116,7 +116,16 @@ class Flash(Kernel):
         whole = [-(-length // unit) * unit for length in (queries, keys)]
         return min(self.q_block, whole[0]), min(self.k_block, whole[1])
 
-    def _prepare(self, scores: Scores, q: Any, k: Any, v: Any, q_tags: Tags, k_tags: Tags) -> tuple:
+    def _prepare(
+        self,
+        scores: Scores,
+        q: Any,
+        k: Any,
+        v: Any,
+        q_tags: Tags,
+        k_tags: Tags,
+        dtype: Any = jnp.float32,
+    ) -> tuple:
         """What is static, and the tags of queries and of keys."""
         reason = self.why_not(q, k, v)
         if reason is not None:
