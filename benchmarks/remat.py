@@ -8,7 +8,6 @@ need not be there and prints a table (about six minutes on two cores, with libtp
 
 import argparse
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -75,15 +74,15 @@ def compiled(policy: Callable | None, target: Topology, tokens: int, ranks: int)
 def measure(name: str, target: Topology, tokens: int, ranks: int) -> dict[str, Any]:
     """What a form's layers communicate, each, and their temporary memory."""
     report = compiled(FORMS[name], target, tokens, ranks)
-    kinds: Counter[str] = Counter()
-    for one in report.collectives:
-        kinds[one.kind] += one.executions // LAYERS  # 0 for what stands outside of the layers
-    return {"name": name, "temp_bytes": report.temp_bytes, "collectives": +kinds}
+    # What stands outside of the layers runs once.
+    found = [(c.kind, c.bytes, c.executions // LAYERS) for c in report.collectives]
+    collectives = [one for one in found if one[2]]
+    return {"name": name, "temp_bytes": report.temp_bytes, "collectives": collectives}
 
 
 def row(found: dict[str, Any]) -> str:
     """One line of the table."""
-    said = ", ".join(f"{count} {kind}" for kind, count in sorted(found["collectives"].items()))
+    said = static.shown_collectives(sorted(found["collectives"]))
     return f"| {found['name']} | {said} | {static.megabytes(found['temp_bytes'])} |"
 
 
@@ -105,9 +104,9 @@ def table(rows: list[dict[str, Any]], target: Topology, tokens: int, ranks: int)
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--topology", default="v5p:4x4x8")
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--ranks", type=int, default=128)
+    parser.add_argument("--topology", default="v5p:2x2x2")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--docs", action="store_true", help="rewrite docs/attention.md")
     options = parser.parse_args(arguments)
     target = topology(options.topology)

@@ -206,9 +206,7 @@ def _on_one_device(call: _Call) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _over_mesh(
-    call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple, vmapped: bool
-) -> Any:
+def _over_mesh(call: _Call, axes: Axes | None, mesh: AnyMesh, specs: tuple, vmapped: bool) -> Any:
     def body(q: Any, k: Any, v: Any, ids: Any, positions: Any) -> jax.Array:
         out = call.run(q, k, v, ids, positions, axes)
         return as_varying(out, [n for entry in specs[0] for n in as_names(entry)])
