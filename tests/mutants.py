@@ -196,6 +196,35 @@ MUTANTS = [
         "attention/test_front.py -k float64_on_every_layout[False-3]",
     ),
     Mutant(
+        "the check of types on under vmap over stages",
+        "attention/__init__.py",
+        "check_vma=not vmapped",
+        "check_vma=True",
+        "test_pipelines.py -k gathers_keys_and_values_alone[2-auto]",
+    ),
+    Mutant(
+        "the check of types never on: gradients summed over copies",
+        "attention/__init__.py",
+        "check_vma=not vmapped",
+        "check_vma=False",
+        "test_pipelines.py -k copies_on_an_axis",
+    ),
+    Mutant(
+        "values gathered without a name",
+        "attention/strategies/all_gather.py",
+        "gather_shards(v, 1, axes.names, GATHERED_VALUES)",
+        "gather_shards(v, 1, axes.names, 'values')",
+        "test_names.py -k once[scan-auto]",
+    ),
+    Mutant(
+        "relaid without a name outside of shard_map",
+        "exchange.py",
+        "        x = _over_mesh(step, axis, Axes.on(mesh, names), mesh)(x)\n"
+        "    return named(x, *RELAID) if steps else x",
+        "        x = _over_mesh(step, axis, Axes.on(mesh, names), mesh)(x)\n    return x",
+        "test_names.py -k not_repeated[relay-",
+    ),
+    Mutant(
         "attention across documents",
         "attention/kernels/blockwise.py",
         "visible &= (q_ids[:, None] == k_ids[None, :]) & (k_ids[None, :] != 0)",

@@ -218,7 +218,7 @@ def is_vmapped(mesh: AnyMesh, named: Iterable[str], arrays: Iterable[Any], what:
     def probe() -> None:
         # No public name lists vmap's axes, but a region leaves out those that are Explicit, and
         # over the others, what vmap broadcasts counts as varying.
-        found.append(frozenset(others - manual_axes()))
+        found.append(frozenset(others) - manual_axes())
         broadcast = jax.vmap(lambda x, y: y, in_axes=(0, None))(jnp.zeros(1), jnp.zeros(()))
         found.append(jax.typeof(broadcast).mat.varying)
 

@@ -15,6 +15,7 @@ from plait.cli.arguments import UserError
 
 # Name of the module in benchmarks/ -> what it compares. Each has `add_arguments` and `run`.
 _BENCHMARKS = {
+    "attention": "Strategies of attention at 128K: memory and communication, compiled for a TPU.",
     "reorder": "Moves between source order and zigzag: plait beside what the field runs.",
     "balance": "Time of the busiest rank: contiguous beside the layouts that balance.",
     "step": "One attention layer's step at 128K, and the share that the reorder takes of it.",
