@@ -4,13 +4,16 @@ JAX ?= jax
 BIN = $(VENV)/bin
 OUT ?= plait-demo
 
-.PHONY: demo test check mutants clean
+.PHONY: demo test sweep check mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/plait demo --out $(OUT)
 
 test: $(VENV)/.installed check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+sweep: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -m slow tests
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

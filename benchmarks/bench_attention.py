@@ -79,7 +79,7 @@ def table(results: dict[str, Any]) -> str:
         f"batch 1, bfloat16, heads not sharded; jax {versions['jax']}, libtpu "
         f"{versions['libtpu']}; one device.",
         "",
-        "| model | strategy | temporary memory, MB | in shards of k and v | sent, MB: collectives |",
+        "| model | strategy | temporary, MB | in shards of k and v | sent, MB: collectives |",
         "| --- | --- | --- | --- | --- |",
     ]
     for model, strategies in results["models"].items():
