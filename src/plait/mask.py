@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import operator
 from types import ModuleType
 from typing import Any
@@ -193,7 +194,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", at_least_one("size", self.size))
+        object.__setattr__(self, "size", _tokens("size", at_least_one("size", self.size)))
 
     def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
         first = q_positions - xp.remainder(q_positions, np.int32(self.size))
@@ -217,6 +218,43 @@ class PrefixLM(Mask):
 
     def intervals(self, q_positions: Any, xp: ModuleType) -> tuple[Interval, ...]:
         return ((None, xp.maximum(q_positions, np.int32(self.length - 1))),)
+
+
+def check_mask(mask: Any, sequence_length: int) -> None:
+    """TypeError or ValueError, in a sentence, where something is no mask that blocks can follow.
+
+    A mask whose intervals fall back as queries go on would have blocks skipped that it shows.
+    """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask is a {type(mask).__name__}; it needs to be a Mask, such as Causal()")
+    try:
+        hash(mask)
+    except TypeError:
+        raise TypeError(
+            f"mask {type(mask).__name__} cannot be hashed; make it a frozen dataclass of numbers"
+        ) from None
+    _check_ends_rise(mask, sequence_length)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_ends_rise(mask: Mask, sequence_length: int) -> None:
+    intervals = mask.intervals(np.arange(sequence_length, dtype=np.int32), np)
+    if not intervals or not all(isinstance(i, tuple) and len(i) == 2 for i in intervals):
+        raise TypeError(
+            f"{mask!r}.intervals gives {intervals!r:.60}; it needs to give a tuple of at least one "
+            "pair (first, last)"
+        )
+    for interval in intervals:
+        for name, end in zip(("first", "last"), interval, strict=True):
+            falls = np.flatnonzero(
+                np.diff(np.broadcast_to(0 if end is None else end, sequence_length)) < 0
+            )
+            if falls.size:
+                at = int(falls[0])
+                raise ValueError(
+                    f"the {name} position that {mask!r} shows falls from query {at} to {at + 1}; "
+                    "it needs to rise or stay: split the mask into intervals that do, joined by |"
+                )
 
 
 def _tokens(name: str, value: Any) -> int:

@@ -10,13 +10,16 @@ TINY = ["bench", "attention", "--topology", "cpu:4", "--ranks", "4", "--tokens",
 
 
 def test_what_a_ring_sends_by_hand(monkeypatch):
-    """Shards of 16 tokens and 2 kv heads: k and v 3 times each way, their gradients 4 times."""
+    """Shards of 16 tokens and 2 kv heads: k and v 5 times, their gradients 4 times.
+
+    Three times each way, the first permutes of both passes being the same to the compiler, which
+    on a CPU moves bfloat16 as float32.
+    """
     monkeypatch.setitem(bench_attention.MODELS, "tiny", (4, 2, 8, 8))
     found = bench_attention.measure("tiny", "ring", "blockwise", topology("cpu:4"), 64, 4)
     shard = 16 * 2 * 8 * 2
     assert found["shard_bytes"] == 2 * shard
-    # gradients travel in float32, twice the bytes of bfloat16
-    assert found["sent"] == {"collective-permute": [20, 12 * shard + 8 * 2 * shard]}
+    assert found["sent"] == {"collective-permute": [18, 18 * 2 * shard]}
 
 
 def test_the_command(capsys, monkeypatch, tmp_path):

@@ -11,8 +11,8 @@ import numpy as np
 
 from plait.attention.strategies.ring import is_nested, needed_shifts
 from plait.attention.strategies.ulysses import group_layout
-from plait.layout import Layout
-from plait.mask import BlockBounds, Causal, Mask, block_map, full_blocks
+from plait.layout import Contiguous, Layout
+from plait.mask import BlockBounds, Causal, Mask, block_map, check_mask, full_blocks
 
 BLOCKS_PER_RANK = 16
 """In how many blocks the work of a rank is estimated, at most."""
@@ -128,6 +128,12 @@ def choose_strategy(
     mask = Causal() if mask is None else mask
     machine = Machine() if machine is None else machine
     sizes = (layout.ranks,) if axis_sizes is None else axis_sizes
+    if math.prod(sizes) != layout.ranks:
+        raise ValueError(
+            f"axis_sizes is {sizes}, {math.prod(sizes)} devices; {layout!r} needs {layout.ranks}, "
+            f"such as {(layout.ranks,)}"
+        )
+    check_mask(mask, sequence_length)
     model = _Model(layout, sequence_length, shapes, mask, machine, positions_are_data)
     estimates = (model.all_gather(), model.ulysses(), model.ring(), model.usp(sizes))
     possible = [e for e in estimates if e.why_not is None]
@@ -195,9 +201,11 @@ class _Model:
         dealt, _, why_not = self._to_heads(inner)
         if why_not is not None:
             return Estimate("usp", math.inf, 0, 0, why_not)
-        grouped = group_layout(self.layout, inner) or self.layout
+        grouped = None if self.is_data else group_layout(self.layout, inner)
+        around = self if grouped else dataclasses.replace(self, is_data=True)
+        grouped = grouped or Contiguous(self.ranks // inner)
         copies = math.lcm(self.shapes.kv_heads, inner) / self.shapes.kv_heads
-        seconds, received = self._around(
+        seconds, received = around._around(
             grouped, copies * self.key_bytes, lambda pairs: self.compute(pairs / inner)
         )
         total = self.transfer(dealt) + seconds
@@ -236,7 +244,7 @@ def pairs_by_shift(layout: Layout, length: int, mask: Mask, is_data: bool = Fals
     """
     ranks, per_rank = layout.ranks, length // layout.ranks
     if is_data:
-        mean = layout.work(length, mask).sum() / ranks**2
+        mean = mask.keys_seen(np.ones(length, np.int32)).sum() / ranks**2
         return np.full((ranks, ranks), mean)
     if type(mask) is Causal and is_nested(layout, length):
         return np.full((ranks, ranks), per_rank**2 / 2)

@@ -9,7 +9,7 @@ import numpy as np
 from plait.attention.front import fitted
 from plait.attention.kernels import Blockwise, Flash, choose_kernel
 from plait.layout import Layout
-from plait.mask import BlockBounds, Causal, Mask, block_map
+from plait.mask import BlockBounds, Causal, Mask, block_map, check_mask
 from plait.tree import as_int32
 
 
@@ -40,6 +40,11 @@ def count_blocks(
     mask = Causal() if mask is None else mask
     length = layout.check_length(sequence_length)
     ids = np.ones((1, length), np.int32) if segment_ids is None else np.asarray(segment_ids)
+    if ids.shape[-1:] != (length,) or ids.ndim > 2:
+        raise ValueError(
+            f"segment_ids has shape {ids.shape}; it needs to be ({length},) or (batch, {length})"
+        )
+    check_mask(mask, length)
     ids = np.atleast_2d(as_int32(ids, "segment_ids"))[:, layout.positions(length)]
     positions = np.broadcast_to(layout.positions(length), ids.shape)
     blocks: Any = fitted(_with_blocks(kernel), layout, length)

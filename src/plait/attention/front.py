@@ -17,7 +17,7 @@ from plait.attention.cost import Shapes, choose_strategy
 from plait.attention.kernels import Kernel, Scores, choose_kernel
 from plait.attention.strategies import STRATEGIES, Shards, Task, Tokens
 from plait.layout import Layout, Striped
-from plait.mask import Causal, Mask
+from plait.mask import Causal, Mask, check_mask
 from plait.mesh import (
     AnyMesh,
     Axes,
@@ -126,6 +126,10 @@ def attention(
     positions = source_positions
     if positions is not None:
         positions = as_int32(positions, "source_positions")
+        if isinstance(positions, jax.Array):  # narrow ones would wrap in a window
+            positions = positions.astype(jnp.int32)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r}; it needs to be a layout, such as Zigzag(8)")
     _check_shapes(q, k, v, ids, positions, mask)
     sinks = _check_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_float("scale", scale)
@@ -156,14 +160,14 @@ def attention(
         axes = Axes.on(mesh, names)
         check_ranks(layout, axes.size, names)
     _check_divides(q, k, mesh, names, batch, heads)
-    over = math.prod(mesh.shape[name] for name in heads)
-    _check_strategy(strategy, q, k, names, over, axes)
     specs = [_head_spec(x, mesh, batch, names, heads) for x in (q, k, v)]
     if len({(spec[0], spec[2]) for spec in specs}) > 1:
         raise ValueError(
             f"q, k and v are sharded as {specs[0]}, {specs[1]} and {specs[2]}; batch and heads "
             "need to lie on the same mesh axes in all three"
         )
+    over = math.prod(mesh.shape[name] for name in as_names(specs[0][2]))
+    _check_strategy(strategy, q, k, names, over, axes)
     ids_spec = PartitionSpec(specs[0][0], specs[0][1])
     positions_spec = None
     if positions is not None:
@@ -210,6 +214,8 @@ class _Call:
         kernel, _ = choose_kernel(q, *keys, kernel=self.kernel, fully_manual=_is_fully_manual())
         if positions is None:
             self.layout.check_length(length, "axis 1 of q")
+        check_mask(self.scores.mask, length)
+        if positions is None:
             kernel = fitted(kernel, self.layout, length)
         real = None if segment_ids is None else (segment_ids != 0)[..., None, None]
         if real is not None:  # what padding holds, NaN too, must reach nobody
@@ -248,8 +254,10 @@ def _is_fully_manual() -> bool:
 
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
     """Every head's softmax with one more score in the sum, that of a key without a value."""
+    blind = lse == -jnp.inf
+    lse = jnp.where(blind, 0.0, lse)
     total = jnp.logaddexp(lse, as_varying(sinks.astype(lse.dtype), jax.typeof(lse).mat.varying))
-    return out * jnp.exp(lse - total)[..., None]
+    return out * jnp.where(blind, 0.0, jnp.exp(lse - total))[..., None]
 
 
 @functools.lru_cache(maxsize=256)
@@ -292,7 +300,10 @@ def _as_float(name: str, value: Any) -> float:
             f"{name} is {value}, a traced array; it needs to be a float"
             + (": multiply q by it instead" if name == "scale" else "")
         )
-    return float(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it needs to be a finite float, such as 1.0")
+    return number
 
 
 def _as_softcap(value: Any) -> float | None:

@@ -34,7 +34,7 @@ def ulysses(task: Task, tokens: Tokens) -> Partial:
     data = tokens.positions, tokens.segment_ids, tokens.q.shape[0]
     tags = task.shards.all_tags(*data)
     q, k, v = _to_heads(tokens, axes)
-    return _to_tokens(attend(task.kernel, task.scores, q, k, v, tags, tags), axes)
+    return _to_tokens(attend(task.kernel, task.scores, q, k, v, tags, tags), q.dtype, axes)
 
 
 def usp(task: Task, tokens: Tokens) -> Partial:
@@ -62,7 +62,7 @@ def usp(task: Task, tokens: Tokens) -> Partial:
     q, k, v, ids = arrays
     around = dataclasses.replace(task, shards=Shards(grouped, shards.length, outer))
     out, lse = ring(around, Tokens(q, k, v, ids, positions))
-    return _to_tokens((back(out), back(lse)), inner)
+    return _to_tokens((back(out), back(lse)), tokens.q.dtype, inner)
 
 
 def group_layout(layout: Layout, size: int) -> Layout | None:
@@ -88,9 +88,10 @@ def _to_heads(tokens: Tokens, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Arr
     return q, named(k, GATHERED_KEYS), named(v, GATHERED_VALUES)
 
 
-def _to_tokens(parts: Partial, axes: Axes) -> Partial:
-    out, lse = (_all_to_all(x, axes, 1, 2) for x in parts)
-    return out, lse
+def _to_tokens(parts: Partial, dtype: Any, axes: Axes) -> Partial:
+    """The parts where their tokens are; out travels in the dtype it will have."""
+    out, lse = parts
+    return _all_to_all(out.astype(dtype), axes, 1, 2), _all_to_all(lse, axes, 1, 2)
 
 
 def _all_to_all(x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
