@@ -2,7 +2,7 @@
 
 Layers of queries, keys and values, attention and a projection run in one `scan`, forward and
 backward, under `jax.checkpoint`. `python benchmarks/remat.py` compiles them for a TPU slice that
-need not be there and prints a table (about six minutes on two cores, with libtpu installed); with
+need not be there and prints a table (about ten minutes on two cores, with libtpu installed); with
 `--docs` it rewrites that of docs/attention.md. All is static: nothing is run.
 """
 
