@@ -226,7 +226,8 @@ def check_mask(mask: Any, sequence_length: int) -> None:
     A mask whose intervals fall back as queries go on would have blocks skipped that it shows.
     """
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask is a {type(mask).__name__}; it needs to be a Mask, such as Causal()")
+        given = repr(mask) if isinstance(mask, str) else f"a {type(mask).__name__}"
+        raise TypeError(f"mask is {given}; it needs to be a plait.Mask, such as Causal()")
     try:
         hash(mask)
     except TypeError:

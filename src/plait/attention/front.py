@@ -362,8 +362,7 @@ def _check_sinks(sinks: Any, q: Any) -> jax.Array | None:
 
 
 def _check_shapes(q: Any, k: Any, v: Any, ids: Any, positions: Any, mask: Any) -> None:
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask is {mask!r}; it needs to be a plait.mask.Mask, such as Causal()")
+    check_mask(mask, 1)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be an array")
