@@ -79,7 +79,7 @@ def blockwise(
         k_segment_ids=k_ids,
         scale=q.shape[-1] ** -0.5,
     )
-    return out.swapaxes(1, 2)
+    return out.swapaxes(1, 2).astype(q.dtype)
 
 
 def before(

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
 
 GATHERED_KEYS, GATHERED_VALUES, GATHERED_OTHER = (
     "plait_gathered_keys",
@@ -26,6 +27,15 @@ RELAID = ("plait_relaid",)
 
 ATTENDED = ("plait_attention_out", "plait_attention_lse")
 """What attention's backward pass needs of its forward pass."""
+
+
+def _let_names_be_transposed() -> None:
+    """A name is the identity, which jax gives no transpose: moves are linear, and need one."""
+    (equation,) = jax.make_jaxpr(lambda x: checkpoint_name(x, "x"))(0.0).eqns
+    ad.primitive_transposes.setdefault(equation.primitive, lambda ct, *_, **__: [ct])
+
+
+_let_names_be_transposed()
 
 
 def named(x: Any, name: str) -> Any:
