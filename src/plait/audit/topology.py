@@ -317,6 +317,7 @@ def _describe(name: str, described: str, **arguments: Any) -> list[Any]:
         reason = str(error).partition("\n")[0]
         base, _, shape = name.partition(":")
         near = CHIPS[base].near(shape)
+        hint = "" if near == name else f"; {near} does"  # this libtpu may know fewer shapes
         raise ValueError(
-            f"topology {name!r} does not exist, the compiler says: {reason}; {near} does"
+            f"topology {name!r} does not exist, the compiler says: {reason}{hint}"
         ) from error
