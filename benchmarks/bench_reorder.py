@@ -270,17 +270,37 @@ def _check_result(case: Case, x: Any, moved: Any) -> None:
     np.testing.assert_array_equal(moved, np.take(np.asarray(x), table, axis=case.tensor.axis))
 
 
+SAMPLE_SECONDS = 2e-3
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
+    """Seconds of one call, the mean of `calls` in a row."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        jax.block_until_ready(run())
+    return (time.perf_counter() - start) / calls
+
+
+def _calls(run: Callable[[], Any]) -> int:
+    """How many calls take `SAMPLE_SECONDS`; the first, which compiles, is not asked."""
+    jax.block_until_ready(run())
+    return max(1, math.ceil(SAMPLE_SECONDS / _seconds(run, 1)))
+
+
 def _ratios(
     programs: dict[str, Callable[[], Any]], base: str, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """For each program, its times over the median of `base`, taken by turns."""
+    """For each program, its times over the median of `base`, taken by turns.
+
+    A sample is as many calls as take `SAMPLE_SECONDS`, so that what is timed of a small move is
+    the move and not the clock, and every other turn goes backward: what ran before a program warms
+    the caches for it.
+    """
+    calls = {name: _calls(run) for name, run in programs.items()}
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(repeats + 1):
-        for name, run in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            if turn:
-                times[name].append(time.perf_counter() - start)
+    for turn in range(repeats):
+        for name in [*programs][:: -1 if turn % 2 else 1]:
+            times[name].append(_seconds(programs[name], calls[name]))
     unit = float(np.median(times[base]))
     for name, samples in times.items():
         yield {"form": name, "copy_seconds": unit, "ratio": _spread([s / unit for s in samples])}

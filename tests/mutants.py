@@ -250,7 +250,7 @@ MUTANTS = [
         "attention/kernels/blockwise.py",
         "jnp.where(total == 0, 1.0, total)",
         "total",
-        "attention/test_front.py::test_a_row_that_sees_nothing",
+        "attention/test_front.py::test_a_row_of_a_kernel_that_sees_nothing",
     ),
     Mutant(
         "the gradient of the scores without the scale",
