@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 MOST_BYTES = 2 << 20
 """Of a block: read and written through two buffers each, four of them fit every TPU's memory."""
@@ -121,9 +123,6 @@ def copy_blocks(
 
     With `interpret` the kernel runs on any platform, slowly.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     shape, axis, block = x.shape, planned.axis, planned.block
     kept = sorted(planned.order)
     x = x.reshape([shape[d] for d in kept]).transpose([kept.index(d) for d in planned.order])
