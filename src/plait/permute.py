@@ -182,9 +182,15 @@ class Relayout:
     @functools.cached_property
     def sources(self) -> np.ndarray:
         """The source place of each target place, counted in chunks: int64 [chunks]."""
-        length, step = self.sequence_length, self.chunk_length
-        arriving = self.target.positions(length)[::step] // step + self.roll
-        return self.source.slots(length)[::step][arriving % self.chunks] // step
+        arriving, slots = self._chunks_by_place(self.target), np.empty(self.chunks, np.int64)
+        slots[self._chunks_by_place(self.source)] = np.arange(self.chunks)
+        return slots[(arriving + self.roll) % self.chunks]
+
+    def _chunks_by_place(self, layout: Layout) -> np.ndarray:
+        """Which chunk of the text a layout has in each place: int64 [chunks]."""
+        parts = layout.chunk_length(self.sequence_length) // self.chunk_length
+        table = layout.chunk_table(self.sequence_length)
+        return (table[..., None] * parts + np.arange(parts)).reshape(-1)
 
     @functools.cached_property
     def is_identity(self) -> bool:
