@@ -609,9 +609,23 @@ MUTANTS = [
     Mutant(
         "index weights inside the relu",
         "sparse/indexer.py",
-        "(jnp.maximum(products, 0) * w.astype(jnp.float32)[..., None])",
-        "jnp.maximum(products * w.astype(jnp.float32)[..., None], 0)",
+        "(jax.nn.relu(products) * w.astype(jnp.float32)[..., None])",
+        "jax.nn.relu(products * w.astype(jnp.float32)[..., None])",
         "sparse/test_select.py -k same_set",
+    ),
+    Mutant(
+        "a maximum for the relu of the index",
+        "sparse/indexer.py",
+        "jax.nn.relu(products)",
+        "jnp.maximum(products, 0)",
+        "sparse/test_sparse_attention.py -k relu",
+    ),
+    Mutant(
+        "an absent index key read at the first slot",
+        "sparse/indexer.py",
+        "jnp.where(absent[..., None], 0, k[jnp.maximum(slots, 0)])",
+        "k[jnp.maximum(slots, 0)]",
+        "sparse/test_sparse_attention.py -k relu",
     ),
     Mutant(
         "int8 products rounded to bfloat16",

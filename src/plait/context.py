@@ -16,7 +16,7 @@ from plait.attention.kernels import Kernel
 from plait.layout import Layout
 from plait.lookahead import lookahead
 from plait.mask import Mask
-from plait.mesh import AnyMesh, AxisName, as_entry, as_names
+from plait.mesh import AnyMesh, AxisName, as_entry, as_names, check_apart
 from plait.placing import device_put
 from plait.positions import source_positions
 from plait.reduce import sum_and_count
@@ -65,12 +65,7 @@ class ContextParallel:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is {layout!r}; it needs to be a layout, such as Zigzag(8)")
         names, batch, heads = as_names(axis_name), as_names(batch_axes), as_names(head_axes)
-        used = (*names, *batch, *heads)
-        if len(set(used)) != len(used):
-            raise ValueError(
-                f"axis_name {as_entry(names)!r}, batch_axes {batch!r} and head_axes {heads!r} "
-                "share a mesh axis; each axis can shard one of them"
-            )
+        check_apart(axis_name=names, batch_axes=batch, head_axes=heads)
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "axis_name", as_entry(names))
         object.__setattr__(self, "batch_axes", batch)

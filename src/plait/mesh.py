@@ -293,6 +293,24 @@ def check_ranks(layout: Layout, size: int, names: tuple[str, ...]) -> None:
         )
 
 
+def check_apart(**axes: tuple[str, ...]) -> None:
+    """ValueError where two of the arguments, by name, hold the same mesh axis."""
+    names = [name for given in axes.values() for name in given]
+    if len(set(names)) < len(names):
+        said = " and ".join(f"{what} {as_entry(given)!r}" for what, given in axes.items())
+        raise ValueError(f"{said} share a mesh axis; each axis can shard one of them")
+
+
+def check_manual(x: jax.Array, name: str, what: str) -> None:
+    """ValueError where x, inside a region, is still sharded over Explicit axes by its type."""
+    sharded = [axis for axes in typed_spec(x) for axis in axes]
+    if sharded:
+        raise ValueError(
+            f"{name} is {jax.typeof(x)}: {what} inside jax.shard_map needs a region that is manual "
+            f"over {sharded} too"
+        )
+
+
 def check_whole(x: jax.Array, axis: int, name: str) -> None:
     """ValueError where a local move is asked of an axis that is known to be sharded."""
     sharding = jax.typeof(x).sharding

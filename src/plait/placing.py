@@ -82,7 +82,7 @@ def device_put(
         entries = [as_entry(batch) if d == 0 else None for d in range(axis)]
         sharding = NamedSharding(mesh, PartitionSpec(*entries, as_entry(names)))
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: Any) -> np.ndarray:
             part = x[tuple(slice(None) if d == axis else s for d, s in enumerate(index))]
             if positions is None:
                 return np.take(part, layout.positions(length)[index[axis]], axis=axis)

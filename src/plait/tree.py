@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,22 @@ def as_int32(x: Any, name: str) -> Any:
             "such as by np.unique(ids, return_inverse=True)[1] + 1"
         )
     return x.astype(np.int32)
+
+
+def as_float(name: str, value: Any, instead: str | None = None) -> float:
+    """A finite float, known when the program is traced; `instead` says what else to do with it."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is {value}, a traced array; it needs to be a float"
+            + (f": {instead}" if instead else "")
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r:.60}; it needs to be a float, such as 1.0") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it needs to be a finite float, such as 1.0")
+    return number
 
 
 def as_fill(fill: Any, dtype: Any, name: str) -> np.ndarray:

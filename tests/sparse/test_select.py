@@ -111,6 +111,14 @@ def test_negative_zeros_are_zeros_and_nans_come_first():
     assert found[0, 5].tolist() == [4, 0, 1, 3]  # -0.0 of w * relu is no less than 0.0
 
 
+def test_scores_of_minus_infinity_are_scores():
+    q, k = jnp.ones((1, 4, 1, 1)), jnp.arange(1.0, 5)[None, :, None]
+    w = jnp.array([1, 1, 1, -jnp.inf])[None, :, None]
+    found, counts = sparse.select(q, k, w, Contiguous(1), top_k=6, q_block=2, k_block=2)
+    assert counts[0].tolist() == [1, 2, 3, 4]
+    assert found[0, 3].tolist() == [0, 1, 2, 3, -1, -1]
+
+
 def test_blocks_do_not_matter(rng):
     q, k, w = indexer_inputs(rng, "ties", length=50)
     wanted = select_in(Contiguous(1), None, q, k, w, top_k=60, q_block=50, k_block=50)
@@ -211,28 +219,47 @@ def test_blocks_are_counted_as_they_are_computed(rng, monkeypatch):
     assert computed.max() / computed.mean() > 1.5
 
 
+def test_indices_beyond_the_sequence_are_no_token():
+    for layout in (Zigzag(2), Striped(2)):
+        found = sparse.slots(layout, 8, jnp.array([8, 100, -7, 7]))
+        assert found[:3].tolist() == [-1, -1, -1]
+        assert found[3] == layout.slots(8)[7]
+        assert sparse.positions(layout, 8, jnp.array([8, 9])).tolist() == [-1, -1]
+    far = sparse.slots(Zigzag(2), 1024, jnp.array([200], jnp.uint8))
+    assert far.tolist() == [Zigzag(2).slots(1024)[200]]
+
+
 def test_errors_name_what_is_wrong(mesh_of):
     q, k, w = jnp.ones((1, 8, 2, 4)), jnp.ones((1, 8, 4)), jnp.ones((1, 8, 2))
-    refused(lambda: sparse.select(q, k, w, Zigzag(2), top_k=0), "top_k", "0")
-    refused(lambda: sparse.select(q, k[..., :3], w, Zigzag(2), top_k=1), "k has 3 dim", "4")
-    refused(lambda: sparse.select(q, k, w[..., :1], Zigzag(2), top_k=1), "w has 1 heads", "2")
-    refused(lambda: sparse.select(q[0], k, w, Zigzag(2), top_k=1), "q has shape", "(8, 2, 4)")
-    refused(lambda: sparse.select(q, k[:, :4], w, Zigzag(2), top_k=1), "k has shape (1, 4, 4)")
-    refused(lambda: sparse.select(q, k.astype(jnp.bfloat16), w, Zigzag(2), top_k=1), "bfloat16")
-    refused(lambda: sparse.select(q, k, w, Zigzag(8), top_k=1), "8", "16", "axis 1 of q")
-    refused(
-        lambda: sparse.select(q, k, w, Zigzag(4), top_k=1, axis_name="context", mesh=mesh_of(2)),
-        "4 ranks",
-        "2 devices",
-    )
-    refused(
-        lambda: sparse.select(q, k, w, "zigzag", top_k=1), "layout", "Zigzag(8)", error=TypeError
-    )
+    select = functools.partial(sparse.select, layout=Zigzag(2), top_k=1)
+    refused(lambda: select(q, k, w, top_k=0), "top_k", "0")
+    refused(lambda: select(q, k[..., :3], w), "k has 3 dim", "4")
+    refused(lambda: select(q, k, w[..., :1]), "w has 1 heads", "2")
+    refused(lambda: select(q[0], k, w), "q has shape (8, 2, 4)", "[batch, sequence, heads, dim]")
+    refused(lambda: select(q[:, :, :0], k, w), "(1, 8, 0, 4)", "at least 1")
+    refused(lambda: select([1], k, w), "q is a list", error=TypeError)
+    refused(lambda: select(q, k[:, :4], w), "k has shape (1, 4, 4)")
+    refused(lambda: select(q, k.astype(jnp.bfloat16), w), "bfloat16")
+    wide = q.astype(jnp.int16), k.astype(jnp.int16)
+    refused(lambda: select(*wide, w), "int16", "int8", error=TypeError)
+    refused(lambda: select(q, k, w.astype(int)), "w is int", error=TypeError)
+    refused(lambda: select(q, k, w, layout=Zigzag(8)), "8", "16", "axis 1 of q")
+    ids = jnp.ones((1, 8, 1), int)
+    refused(lambda: select(q, k, w, segment_ids=ids), "segment_ids has shape (1, 8, 1)")
+    where = {"axis_name": "context", "mesh": mesh_of(2)}
+    refused(lambda: select(q, k, w, layout=Zigzag(4), **where), "4 ranks", "2 devices")
+    refused(lambda: select(q, k, w, batch_axes="context", **where), "share a mesh axis")
+    refused(lambda: select(q, k, w, layout="zigzag"), "layout", "Zigzag(8)", error=TypeError)
+    within = np.array([0, 1, 2, 3, 0, 1, 2, 3])
+    refused(lambda: select(q, k, w, source_positions=within), "row 0", "0 to 7", "RoPE")
+    refused(lambda: select(q, k, w, source_positions=within[:4]), "(4,)", "(8,)")
     refused(lambda: sparse.slots(Zigzag(2), 8, np.array([8])), "8", "nearest", "7")
-    refused(lambda: sparse.slots(Zigzag(2), 8, np.array([0.5])), "dtype float64", error=TypeError)
-    ints = (x.astype(jnp.int8) for x in (q, k))
-    refused(
-        lambda: sparse.index_scores(*ints, w, jnp.zeros((1, 8, 1), jnp.int32), Zigzag(2)),
-        "int8",
-        "bfloat16",
-    )
+    refused(lambda: sparse.slots(Zigzag(2), 8, np.array([0.5])), "float64", error=TypeError)
+    refused(lambda: sparse.positions("zigzag", 8, np.array([0])), "Zigzag(8)", error=TypeError)
+    refused(lambda: sparse.count_blocks(Zigzag(2), 8, q_block=0), "q_block is 0")
+    scores = functools.partial(sparse.index_scores, layout=Zigzag(2))
+    ints, chosen = (q.astype(jnp.int8), k.astype(jnp.int8)), jnp.zeros((1, 8, 1), int)
+    refused(lambda: scores(*ints, w, chosen), "int8", "bfloat16", error=TypeError)
+    refused(lambda: scores(q, k, w, chosen[..., 0]), "positions has shape (1, 8)")
+    refused(lambda: scores(q, k, w, (chosen, chosen)), "tuple", "`select`", error=TypeError)
+    refused(lambda: scores(q, k, w, np.full((1, 8, 1), 9)), "holds 9", "nearest is 7")

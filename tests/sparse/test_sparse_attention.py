@@ -188,6 +188,45 @@ def test_index_scores_and_their_gradients(mesh_of, rng):
     np.testing.assert_array_equal(np.asarray(scores)[moved[3] < 0], -np.inf)
 
 
+def test_index_scores_are_relu_s_at_zero_and_padding_reaches_nothing():
+    """Half of a gradient at 0, as of a maximum, is not relu's; NaN in padding is nobody's."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-1, 2, (1, 8, 2, 3)).astype(np.float32)
+    k = rng.integers(-1, 2, (1, 8, 3)).astype(np.float32)
+    w = rng.normal(size=(1, 8, 2)).astype(np.float32)
+    ids = np.array([[0, 1, 1, 1, 1, 1, 0, 0]])
+    best, _ = sparse.select(q, k, w, Contiguous(1), top_k=4, segment_ids=ids)
+
+    def ours(q, k, w):
+        found = sparse.index_scores(q, k, w, best, Contiguous(1), q_block=3)
+        return jnp.where(best < 0, 0, found).sum()
+
+    def plain(q, k, w):
+        every = jnp.einsum("bths,bth->bts", jax.nn.relu(jnp.einsum("bthd,bsd->bths", q, k)), w)
+        found = jnp.take_along_axis(every, jnp.maximum(best, 0), axis=2)
+        return jnp.where(best < 0, 0, found).sum()
+
+    wanted = jax.grad(plain, (0, 1, 2))(q, k, w)
+    assert (np.einsum("bthd,bsd->bths", q, k) == 0).any()
+    for a, b in zip(jax.grad(ours, (0, 1, 2))(q, k, w), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    for x in (q, k, w):
+        x[ids == 0] = np.nan
+    for a, b in zip(jax.grad(ours, (0, 1, 2))(q, k, w), wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(a)[ids != 0], b[ids != 0], rtol=1e-6, atol=1e-6)
+
+
+def test_narrow_positions_do_not_wrap():
+    latents = jnp.arange(1.0, 301)[None, :, None]
+    chosen = np.minimum(np.arange(300), 200)[None, :, None]
+    attend = functools.partial(
+        sparse.sparse_attention, layout=Contiguous(1), value_dim=1, scale=1.0
+    )
+    q = jnp.zeros((1, 300, 1, 1))
+    found = attend(q, latents, jnp.asarray(chosen, jnp.uint8))
+    np.testing.assert_array_equal(found[0, :, 0, 0], chosen[0, :, 0] + 1)
+
+
 def test_what_ranks_exchange(mesh_of):
     """One all-gather of latents forward, one reduce-scatter backward; nothing larger."""
     import hlo
@@ -216,3 +255,9 @@ def test_errors_name_what_is_wrong():
     refused(
         lambda: attend(q, latents, jnp.zeros((1, 8, 3)), value_dim=2), "float32", error=TypeError
     )
+    refused(lambda: attend(q, latents, (chosen,), value_dim=2), "tuple", error=TypeError)
+    refused(
+        lambda: attend(q, latents, chosen, value_dim=2, scale=None), "192**-0.5", error=TypeError
+    )
+    odd = {"batch_axes": "data", "mesh": jax.sharding.Mesh(jax.devices()[:2], "data")}
+    refused(lambda: attend(q, latents, chosen, value_dim=2, **odd), "batch: 1", "is 2")

@@ -26,6 +26,8 @@ from plait.mesh import (
     as_names,
     as_varying,
     bound_axes,
+    check_apart,
+    check_manual,
     check_ranks,
     check_shard,
     explicit_axes,
@@ -36,7 +38,7 @@ from plait.mesh import (
     manual_axes,
     typed_spec,
 )
-from plait.tree import as_int32
+from plait.tree import as_float, as_int32
 
 Strategy = Literal["auto", "all_gather", "ring", "ulysses", "usp"]
 
@@ -133,7 +135,11 @@ def attention(
         raise TypeError(f"layout is {layout!r}; it needs to be a layout, such as Zigzag(8)")
     _check_shapes(q, k, v, ids, positions, mask)
     sinks = _check_sinks(sinks, q)
-    scale = q.shape[-1] ** -0.5 if scale is None else _as_float("scale", scale)
+    scale = (
+        q.shape[-1] ** -0.5
+        if scale is None
+        else as_float("scale", scale, "multiply q by it instead")
+    )
     scores = Scores(mask, scale, _as_softcap(softcap))
     call = _Call(layout, scores, kernel, strategy)
     choose_kernel(q, k, v, kernel=kernel)  # raises where there is none of that name
@@ -147,7 +153,7 @@ def attention(
                 check_shard(jnp.asarray(x), names, name)
         if positions is not None:
             check_shard(jnp.asarray(positions), names, "source_positions")
-        _check_manual(q)
+        check_manual(q, "q", "attention")
         return call.run(q, k, v, ids, positions, sinks, axes)
     batch, heads = as_names(batch_axes), as_names(head_axes)
     if local and manual_axes():
@@ -155,11 +161,7 @@ def attention(
         return call.run(q, k, v, ids, positions, sinks, None)
     if local:
         names = ()
-    if len({*names, *batch, *heads}) < len((*names, *batch, *heads)):
-        raise ValueError(
-            f"axis_name {as_entry(names)!r}, batch_axes {as_entry(batch)!r} and head_axes "
-            f"{as_entry(heads)!r} share a mesh axis; each axis can shard one of them"
-        )
+    check_apart(axis_name=names, batch_axes=batch, head_axes=heads)
     if not (names or batch or heads or any(typed_spec(jnp.asarray(q)))):
         _check_strategy(strategy, q, k, names, 1, None)
         return _on_one_device(call)(q, k, v, ids, positions, sinks)
@@ -302,32 +304,11 @@ def fitted(kernel: Kernel, layout: Layout, length: int) -> Kernel:
     return kernel.fitted(chunk, chunk)
 
 
-def _as_float(name: str, value: Any) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{name} is {value}, a traced array; it needs to be a float"
-            + (": multiply q by it instead" if name == "scale" else "")
-        )
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}; it needs to be a finite float, such as 1.0")
-    return number
-
-
 def _as_softcap(value: Any) -> float | None:
-    number = None if value is None else _as_float("softcap", value)
+    number = None if value is None else as_float("softcap", value)
     if number is not None and not number > 0:
         raise ValueError(f"softcap is {number}; it needs to be above 0, such as 50.0, or None")
     return number
-
-
-def _check_manual(q: jax.Array) -> None:
-    sharded = [name for names in typed_spec(q) for name in names]
-    if sharded:
-        raise ValueError(
-            f"q is {jax.typeof(q)}: attention inside jax.shard_map needs a region that is manual "
-            f"over {sharded} too"
-        )
 
 
 def _check_strategy(

@@ -19,9 +19,11 @@ from plait.exchange import gather_shards
 from plait.layout import Layout, at_least_one
 from plait.mesh import AnyMesh, Axes, AxisName, as_varying
 from plait.names import GATHERED_KEYS
-from plait.sparse.indexer import slots_of
-from plait.sparse.place import as_positions, place
-from plait.tree import as_int32
+from plait.sparse.indexer import as_chosen, slots_of
+from plait.sparse.place import as_positions, check_arrays, place
+from plait.tree import as_float
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def sparse_attention(
@@ -47,8 +49,8 @@ def sparse_attention(
         and after them the part that RoPE turned; DeepSeek-V3.2 has 128 heads, dim 512 + 64.
       latents: [batch, sequence, dim], of the dtype of q: the normalised latent and the key that
         RoPE turned.
-      positions: int32 [batch, sequence, selected] from `select`; -1 is no key, and no position may
-        stand twice in a row.
+      positions: int32 [batch, sequence, selected] from `select`; negative is no key. A position
+        that stands twice in a row counts twice.
       layout: the layout of the sequence axis.
       value_dim: how many entries of a latent, the first ones, are its value: 512.
       scale: of the scores before softmax.
@@ -62,7 +64,8 @@ def sparse_attention(
       float32; reverse-mode derivatives in q and latents.
 
     Communicates one all-gather of the latents; backward a reduce-scatter of their gradient. Where
-    a key lies is found by arithmetic. Causality is the business of `positions`.
+    a key lies is found by arithmetic, or where positions are data, which are then gathered too, in
+    a table that is made on the device. Causality is the business of `positions`.
 
     Raises:
       ValueError: shapes, lengths, layouts and meshes that do not fit together, by name.
@@ -76,13 +79,20 @@ def sparse_attention(
     [0.0, 25.0, 0.0, 10.0]
     """
     value_dim = at_least_one("value_dim", value_dim)
-    _check(q, latents, positions, value_dim)
-    call = _Attend(layout, value_dim, float(scale), at_least_one("q_block", q_block))
+    if scale is None:
+        raise TypeError(
+            "scale is None; it needs to be a float: that of the heads before absorption, such as "
+            "192**-0.5"
+        )
+    scale = as_float("scale", scale, "multiply q by it instead")
+    chosen = as_chosen(positions, q)
+    _check(q, latents, chosen, value_dim)
+    call = _Attend(layout, value_dim, scale, at_least_one("q_block", q_block))
     arrays = {
         "q": q,
         "latents": latents,
-        "positions": as_int32(positions, "positions"),
-        "source_positions": as_positions(source_positions, q.shape[0]),
+        "positions": chosen,
+        "source_positions": as_positions(source_positions, q),
     }
     (out,) = place(
         call,
@@ -98,19 +108,16 @@ def sparse_attention(
 
 
 def _check(q: Any, latents: Any, positions: Any, value_dim: int) -> None:
-    shapes = {"q": (q, 4, "heads, dim]"), "latents": (latents, 3, "dim]")}
-    for name, (x, rank, last) in {**shapes, "positions": (positions, 3, "selected]")}.items():
-        if x.ndim != rank:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; it needs to be [batch, sequence, {last}"
-            )
+    check_arrays(
+        q=(q, ", heads, dim"), latents=(latents, ", dim"), positions=(positions, ", selected")
+    )
     if q.shape[3] != latents.shape[2] or q.dtype != latents.dtype:
         raise ValueError(
             f"q is {q.dtype}[{q.shape[3]}] in each head and latents {latents.dtype}"
             f"[{latents.shape[2]}]; both need the same dim and dtype"
         )
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q and latents are {q.dtype}; they need to be floats, such as bfloat16")
+    if q.dtype.name not in DTYPES:
+        raise TypeError(f"q and latents are {q.dtype}; they need to be one of {', '.join(DTYPES)}")
     if value_dim > latents.shape[2]:
         raise ValueError(
             f"value_dim is {value_dim}; it needs to be at most {latents.shape[2]}, the dim of "

@@ -18,14 +18,26 @@ from jax import lax
 from plait.exchange import all_gather, gather_shards, restore
 from plait.layout import Layout, Placed, at_least_one
 from plait.mask import BlockBounds, Causal, block_map
-from plait.mesh import AnyMesh, Axes, AxisName, as_varying
+from plait.mesh import AnyMesh, Axes, AxisName, as_varying, manual_axes
 from plait.names import GATHERED_KEYS
 from plait.positions import slots_of_positions
-from plait.sparse.place import as_positions, own_positions, place, slots_by_position
+from plait.sparse.place import (
+    as_positions,
+    check_arrays,
+    check_layout,
+    own_positions,
+    place,
+    slots_by_position,
+)
 from plait.tree import as_int32
 
 Q_BLOCK, K_BLOCK = 64, 2048
 """Tokens in a block of scores: 32 MiB of products at 64 heads."""
+
+NOWHERE = np.int32(np.iinfo(np.int32).max)
+"""The position of no key while keys are sorted: after every key, also one whose score is -inf."""
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 def select(
@@ -47,13 +59,13 @@ def select(
     """The `top_k` keys with the best index scores for each query, as source positions.
 
     A query chooses from the keys at or before its source position, of its own document. Of equal
-    scores (0.0 and -0.0 are equal) the earlier position is the better; a NaN, as in
-    `torch.topk`, is better than any number. So the result is one set, whatever the layout, the
-    number of ranks and the sizes of the blocks.
+    scores (0.0 and -0.0 are equal) the earlier position is the better; a NaN counts as +inf, so
+    that it does not vanish. So the result is one set, whatever the layout, the number of ranks and
+    the sizes of the blocks.
 
     Args:
-      q: [batch, sequence, heads, dim]: float32, bfloat16, float16 or int8. Products of int8 are
-        exact; scales of quantisation belong into w.
+      q: [batch, sequence, heads, dim]: float32, bfloat16, float16 or int8; all heads on every
+        rank. Products of int8 are exact; scales of quantisation belong into w.
       k: [batch, sequence, dim], of the dtype of q: one head for all.
       w: [batch, sequence, heads], the weight of each head, taken as float32.
       layout: the layout of the sequence axis.
@@ -64,7 +76,9 @@ def select(
       segment_ids: integers [batch, sequence] in the order of the layout; 0 is padding, which
         selects nothing and is not selected.
       source_positions: int32 [sequence] or [batch, sequence] in the order of the arrays, for
-        layouts that change with every batch; they replace those of `layout`.
+        layouts that change with every batch; they replace those of `layout`. Of each row every
+        position once, which is checked where values are known when the program is traced: tokens
+        are looked up by them.
       q_block, k_block: tokens in a block of queries and of keys. Memory grows with heads *
         q_block * k_block, work with what blocks hold beyond the diagonal.
 
@@ -73,8 +87,10 @@ def select(
       fewer keys are visible; and int32 [batch, sequence], how many there are. Laid out as q is. No
       gradients; those of the scores come from `index_scores`.
 
-    Communicates one all-gather of k and, where they are given, of the segment ids and positions.
-    Key blocks that no query of a block sees are skipped. Memory is linear in the sequence.
+    Communicates one all-gather of k, and of segment ids where they are given, the shards put in
+    source order before (see `plait.all_gather`). For `Placed` and where positions are data it
+    gathers in any order, positions too, and looks tokens up after. Key blocks that no query of a
+    block sees are skipped. Memory is linear in the sequence.
 
     Raises:
       ValueError: shapes, lengths, layouts and meshes that do not fit together, by name.
@@ -87,11 +103,11 @@ def select(
     >>> best[0].tolist(), counts[0].tolist()
     ([[0, -1], [3, 2], [0, 1], [2, 0]], [1, 2, 2, 2])
     """
-    _check_indexer(q, k, w)
+    ids = None if segment_ids is None else as_int32(segment_ids, "segment_ids")
+    _check_indexer(q, k, w, segment_ids=(ids, ""))
     sizes = [at_least_one(n, s) for n, s in (("q_block", q_block), ("k_block", k_block))]
     call = _Select(layout, at_least_one("top_k", top_k), *sizes)
-    ids = None if segment_ids is None else as_int32(segment_ids, "segment_ids")
-    positions = as_positions(source_positions, q.shape[0])
+    positions = as_positions(source_positions, q)
     arrays = {"q": q, "k": k, "w": w, "segment_ids": ids, "source_positions": positions}
     best, counts = place(
         call,
@@ -164,14 +180,15 @@ class _Select:
                 index = order[i]
                 k, k_pos, k_ids = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in keys)
                 sees = (k_pos <= q_pos[:, None]) & (k_ids == q_ids[:, None]) & (k_ids != 0)
-                return _best_of(best, _scores(q, k, w), jnp.where(sees, k_pos, -1), self.top_k)
+                return _best_of(best, _scores(q, k, w), jnp.where(sees, k_pos, NOWHERE), self.top_k)
 
             names = jax.typeof(q_pos).mat.varying
             start = (
-                as_varying(jnp.full((self.q_block, self.top_k), jnp.inf), names),
-                as_varying(jnp.full((self.q_block, self.top_k), -1, jnp.int32), names),
+                as_varying(jnp.full((self.q_block, self.top_k), jnp.inf, jnp.float32), names),
+                as_varying(jnp.full((self.q_block, self.top_k), NOWHERE), names),
             )
-            return lax.fori_loop(0, count, visit, start)[1]
+            best = lax.fori_loop(0, count, visit, start)[1]
+            return jnp.where(best == NOWHERE, -1, best)
 
         queries = [_in_blocks(x, self.q_block) for x in (q, w, q_pos, q_ids)]
         return lax.map(of_q_block, (*queries, order, counts)).reshape(-1, self.top_k)
@@ -180,11 +197,13 @@ class _Select:
 def _best_of(best: tuple, scores: jax.Array, positions: jax.Array, top_k: int) -> tuple:
     """The best keys of those so far and others: their scores, negated, and positions.
 
-    A position of -1 is no key. They come sorted by score and then position, so that it does not
+    The position NOWHERE is no key. They come sorted by score and then position, so that it does not
     matter in which order keys arrive.
     """
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    costs = jnp.where(positions < 0, jnp.inf, -scores)  # to `lax.sort` -0.0 and 0.0 are equal
+    costs = jnp.where(
+        positions == NOWHERE, jnp.inf, -scores
+    )  # to `lax.sort` -0.0 and 0.0 are equal
     both = [jnp.concatenate(pair, axis=1) for pair in zip(best, (costs, positions), strict=True)]
     ordered = lax.sort(both, dimension=1, num_keys=2, is_stable=False)
     return tuple(x[:, :top_k] for x in ordered)
@@ -196,7 +215,7 @@ def _scores(q: jax.Array, k: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _weighted(products: jax.Array, w: jax.Array) -> jax.Array:
-    return (jnp.maximum(products, 0) * w.astype(jnp.float32)[..., None]).sum(axis=1)
+    return (jax.nn.relu(products) * w.astype(jnp.float32)[..., None]).sum(axis=1)
 
 
 def _products(equation: str, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -217,17 +236,14 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
     return x.reshape(-1, block, *x.shape[1:])
 
 
-def _check_indexer(q: Any, k: Any, w: Any) -> None:
-    wanted = {"q": (q, 4, "heads, dim]"), "k": (k, 3, "dim]"), "w": (w, 3, "heads]")}
-    for name, (x, rank, last) in wanted.items():
-        if x.ndim != rank:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; it needs to be [batch, sequence, {last}"
-            )
+def _check_indexer(q: Any, k: Any, w: Any, **others: tuple[Any, str]) -> None:
+    check_arrays(q=(q, ", heads, dim"), k=(k, ", dim"), w=(w, ", heads"), **others)
     if q.dtype != k.dtype:
         raise ValueError(f"q is {q.dtype} and k {k.dtype}; both need the same dtype")
-    if not (jnp.issubdtype(q.dtype, jnp.floating) or q.dtype == jnp.int8):
-        raise ValueError(f"q and k are {q.dtype}; they need to be float32, bfloat16 or int8")
+    if q.dtype.name not in DTYPES:
+        raise TypeError(f"q and k are {q.dtype}; they need to be one of {', '.join(DTYPES)}")
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(f"w is {w.dtype}; it needs to be a float, such as float32")
     for name, size, other, of in (
         ("k", k.shape[2], q.shape[3], "dim"),
         ("w", w.shape[2], q.shape[2], "heads"),
@@ -254,14 +270,15 @@ def index_scores(
 
     Args:
       q, k, w: as in `select`, float.
-      positions: int32 [batch, sequence, selected] from `select`; -1 is no key.
+      positions: int32 [batch, sequence, selected] from `select`; negative is no key.
       q_block: queries whose keys are in memory at once.
       Others as in `select`.
 
     Returns:
       float32 [batch, sequence, selected]; -inf where there is no key.
 
-    Communicates an all-gather of k; backward a reduce-scatter of its gradient.
+    Communicates an all-gather of k; backward a reduce-scatter of its gradient. Where positions are
+    data they are gathered too.
 
     >>> import jax.numpy as jnp
     >>> from plait import Contiguous
@@ -269,16 +286,17 @@ def index_scores(
     >>> index_scores(x[..., None], x, x, jnp.array([[[0, -1], [1, 0]]]), Contiguous(1))[0].tolist()
     [[1.0, -inf], [-8.0, -0.0]]
     """
-    _check_indexer(q, k, w)
+    chosen = as_chosen(positions, q)
+    _check_indexer(q, k, w, positions=(chosen, ", selected"))
     if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q and k are {q.dtype}; index_scores needs floats, such as bfloat16")
+        raise TypeError(f"q and k are {q.dtype}; index_scores needs floats, such as bfloat16")
     call = _IndexScores(layout, at_least_one("q_block", q_block))
     arrays = {
         "q": q,
         "k": k,
         "w": w,
-        "positions": as_int32(positions, "positions"),
-        "source_positions": as_positions(source_positions, q.shape[0]),
+        "positions": chosen,
+        "source_positions": as_positions(source_positions, q),
     }
     (scores,) = place(
         call,
@@ -314,14 +332,37 @@ class _IndexScores:
             @jax.checkpoint
             def of_block(block: tuple) -> jax.Array:
                 q, w, slots = block
-                rows = k[jnp.maximum(slots, 0)].astype(q.dtype)
-                scores = _weighted(_products("thd,tsd->ths", q, rows), w)
-                return jnp.where(slots < 0, -jnp.inf, scores)
+                absent = slots < 0
+                # Zeros, so that what padding holds reaches no gradient.
+                rows = jnp.where(absent[..., None], 0, k[jnp.maximum(slots, 0)]).astype(q.dtype)
+                products = _products("thd,tsd->ths", q, rows)
+                products = jnp.where(absent[:, None], 0, products)
+                return jnp.where(absent, -jnp.inf, _weighted(products, w))
 
             found = lax.map(of_block, tuple(_in_blocks(x, self.q_block) for x in (q, w, slots)))
             return found.reshape(-1, slots.shape[-1])
 
         return (lax.map(of_row, (*blocks, absent, k))[:, :tokens],)
+
+
+def as_chosen(positions: Any, like: Any) -> Any:
+    """Positions that were selected, as integers; ValueError for ones beyond the sequence.
+
+    The latter where they are NumPy's and stand for the whole sequence.
+    """
+    if isinstance(positions, tuple):
+        raise TypeError(
+            "positions is a tuple; it needs to be an array: the first of what `select` gives"
+        )
+    chosen = as_int32(positions, "positions")
+    if isinstance(chosen, np.ndarray) and chosen.size and not manual_axes():
+        length = like.shape[1]
+        if chosen.max() >= length:
+            raise ValueError(
+                f"positions holds {chosen.max()}, outside the sequence of {length} tokens; the "
+                f"nearest is {length - 1}"
+            )
+    return chosen
 
 
 def slots_of(
@@ -332,6 +373,8 @@ def slots_of(
     By arithmetic; by a table, made on the device, only where positions are data.
     """
     length = tokens * (1 if axes is None else axes.size)
+    if jnp.dtype(chosen.dtype).itemsize < 4:  # too narrow for the length
+        chosen = chosen.astype(jnp.int32)
     inside = (chosen >= 0) & (chosen < length)
     clipped = jnp.where(inside, chosen, 0).astype(jnp.int32)
     if positions is None:
@@ -367,6 +410,8 @@ def count_blocks(
     [36, 100]
     [68, 68]
     """
+    check_layout(layout)
+    q_block, k_block = at_least_one("q_block", q_block), at_least_one("k_block", k_block)
     length = layout.check_length(sequence_length)
     ids = np.ones(length, np.int32)
     if segment_ids is not None:

@@ -11,6 +11,7 @@ from jax import lax
 
 from plait.layout import Layout, Striped
 from plait.positions import slots_of_positions
+from plait.sparse.place import check_layout
 from plait.tree import as_int32
 
 
@@ -20,20 +21,25 @@ def slots(layout: Layout, sequence_length: int, source_positions: Any) -> jax.Ar
     Args:
       layout: the layout of the sequence.
       sequence_length: its global length, in tokens.
-      source_positions: integers of any shape; negative ones, which stand for no token, stay.
+      source_positions: integers of any shape; negative is no token.
 
     Returns:
-      int32 of the same shape: where each token lies when the shards are joined in rank order. Slot
-      s is on rank s // (sequence_length / ranks).
+      int32 of the same shape: where each token lies when the shards are joined in rank order, -1
+      for no token and for positions outside the sequence. Slot s is on rank
+      s // (sequence_length / ranks).
+
+    Raises:
+      ValueError: positions beyond the sequence, where they are NumPy's.
 
     >>> import numpy as np
     >>> from plait import Zigzag
     >>> slots(Zigzag(2), 8, np.array([6, 1, -1])).tolist()
     [2, 1, -1]
     """
+    check_layout(layout)
     length = layout.check_length(sequence_length)
     given = _checked(source_positions, length, "source_positions")
-    return jnp.where(given < 0, given, slots_of_positions(layout, length, jnp.maximum(given, 0)))
+    return jnp.where(given < 0, -1, slots_of_positions(layout, length, jnp.maximum(given, 0)))
 
 
 def positions(layout: Layout, sequence_length: int, slots: Any) -> jax.Array:
@@ -47,6 +53,7 @@ def positions(layout: Layout, sequence_length: int, slots: Any) -> jax.Array:
     >>> positions(Zigzag(2), 8, np.array([2, 1, -1])).tolist()
     [6, 1, -1]
     """
+    check_layout(layout)
     length = layout.check_length(sequence_length)
     given = _checked(slots, length, "slots")
     slot, chunk_length = jnp.maximum(given, 0), np.int32(layout.chunk_length(length))
@@ -56,7 +63,7 @@ def positions(layout: Layout, sequence_length: int, slots: Any) -> jax.Array:
         chunk = lax.rem(place, rows) * np.int32(layout.ranks) + lax.div(place, rows)
     else:
         chunk = jnp.asarray(layout.chunk_table(length).reshape(-1).astype(np.int32))[place]
-    return jnp.where(given < 0, given, chunk * chunk_length + within)
+    return jnp.where(given < 0, -1, chunk * chunk_length + within)
 
 
 def _checked(indices: Any, length: int, name: str) -> jax.Array:
@@ -69,4 +76,7 @@ def _checked(indices: Any, length: int, name: str) -> jax.Array:
                 f"{name} holds {wrong}, outside the sequence of {length} tokens; the nearest is "
                 f"{length - 1}"
             )
-    return jnp.asarray(indices).astype(jnp.int32)
+    given = jnp.asarray(indices)
+    if given.dtype.itemsize < 4:  # too narrow for the length
+        given = given.astype(jnp.int32)
+    return jnp.where((given >= 0) & (given < length), given, -1).astype(jnp.int32)

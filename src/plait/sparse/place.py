@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from plait.exchange import gather_shards
@@ -20,12 +21,15 @@ from plait.mesh import (
     as_names,
     as_varying,
     bound_axes,
+    check_apart,
+    check_manual,
     check_ranks,
     check_shard,
     find_mesh,
     is_inside,
     is_vmapped,
     lay_out,
+    manual_axes,
     typed_spec,
 )
 from plait.positions import positions_of_rank, positions_of_slots
@@ -60,11 +64,10 @@ def place(
     Outside `jax.shard_map` every mesh axis is made manual, as in `plait.attention`. `head_axes`
     shard axis 2 of the first array and of the results.
     """
-    if not isinstance(call.layout, Layout):
-        raise TypeError(f"layout is {call.layout!r}; it needs to be a layout, such as Zigzag(8)")
+    check_layout(call.layout)
     names, batch, heads = as_names(axis_name), as_names(batch_axes), as_names(head_axes)
+    check_apart(axis_name=names, batch_axes=batch, head_axes=heads)
     inside = not local and is_inside(names, what)
-    _check_lengths(arrays)
     given: list[Any] = [None if x is None else jnp.asarray(x) for x in arrays.values()]
     first = given[0]
     axes = None
@@ -74,10 +77,13 @@ def place(
         for name, x in zip(arrays, given, strict=True):
             if x is not None:
                 check_shard(x, names, name)
+                check_manual(x, name, what)
     length = first.shape[1] * (1 if axes is None else axes.size)
     call.layout.check_length(length, f"axis 1 of {next(iter(arrays))}")
-    if inside or local:
+    if inside or (local and manual_axes()):
         return call.run(axes, *given)
+    if local:
+        names = ()
     typed = typed_spec(first)
     if not (names or batch or heads or any(typed)):
         return _on_one_device(call)(*given)
@@ -86,12 +92,13 @@ def place(
         axes = Axes.on(mesh, names)
         check_ranks(call.layout, axes.size, names)
     spec = PartitionSpec(as_entry(batch or typed[0]), as_entry(names))
-    for dimension, over, of in ((0, as_names(spec[0]), "batch"), (2, heads, "heads")):
-        size = Axes.on(mesh, over).size
-        if first.shape[dimension] % size:
+    for dimension, over, of in ((0, as_names(spec[0]), "batch"), (2, heads, "heads of q")):
+        size, count = Axes.on(mesh, over).size, first.shape[dimension]
+        if count % size:
             raise ValueError(
-                f"{what}: the {of} are {first.shape[dimension]}; they need to be a multiple of the "
-                f"{size} devices of mesh axis {as_entry(over)!r}"
+                f"{of}: {count} do not divide over the {size} devices of mesh axis "
+                f"{as_entry(over)!r}; the nearest number that does is "
+                f"{max(1, round(count / size)) * size}"
             )
     specs = (PartitionSpec(*spec, as_entry(heads)) if heads else spec, *[spec] * (len(given) - 1))
     given = [None if x is None else lay_out(x, mesh, s) for x, s in zip(given, specs, strict=True)]
@@ -100,13 +107,33 @@ def place(
     return _over_mesh(call, axes, mesh, specs, vmapped)(*given)
 
 
-def _check_lengths(arrays: dict[str, Any]) -> None:
-    (first, like), *others = arrays.items()
-    for name, x in others:
-        if x is not None and tuple(x.shape[:2]) != tuple(like.shape[:2]):
+def check_layout(layout: Any) -> None:
+    """TypeError for what is no layout."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r}; it needs to be a layout, such as Zigzag(8)")
+
+
+def check_arrays(**arrays: tuple[Any, str]) -> None:
+    """TypeError or ValueError, by name, for what is no array of the dimensions that are said.
+
+    All begin with the same batch and sequence. None passes.
+    """
+    given = {name: pair for name, pair in arrays.items() if pair[0] is not None}
+    first = next(iter(given))
+    for name, (x, last) in given.items():
+        wanted = f"[batch, sequence{last}]"
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be an array {wanted}")
+        if x.ndim != 2 + last.count(",") or 0 in x.shape[1:]:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} and {first} {tuple(like.shape)}; both need to "
-                "begin with the same [batch, sequence]"
+                f"{name} has shape {tuple(x.shape)}; it needs to be {wanted}, every dimension at "
+                "least 1"
+            )
+        like = tuple(given[first][0].shape[:2])
+        if tuple(x.shape[:2]) != like:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and {first} {tuple(given[first][0].shape)}; "
+                "both need to begin with the same [batch, sequence]"
             )
 
 
@@ -135,17 +162,32 @@ def _over_mesh(
     return jax.jit(mapped)
 
 
-def as_positions(source_positions: Any, batch: int) -> Any:
-    """Positions that are data, as int32 [batch, sequence]; None where the layout says them."""
+def as_positions(source_positions: Any, like: jax.Array) -> Any:
+    """Positions that are data, as int32 [batch, sequence]; None where the layout says them.
+
+    ValueError for values, where they are known, that are not each position once.
+    """
     if source_positions is None:
         return None
-    positions = jnp.asarray(as_int32(source_positions, "source_positions")).astype(jnp.int32)
-    if positions.ndim not in (1, 2):
+    positions = as_int32(source_positions, "source_positions")
+    batch, tokens = like.shape[:2]
+    if positions.shape not in ((batch, tokens), (tokens,)):
         raise ValueError(
-            f"source_positions has shape {positions.shape}; it needs to be [sequence] or "
-            f"({batch}, sequence)"
+            f"source_positions has shape {tuple(positions.shape)}; it needs to be ({tokens},) or "
+            f"{(batch, tokens)}"
         )
-    return jnp.broadcast_to(positions, (batch, positions.shape[-1]))
+    if not isinstance(positions, jax.core.Tracer) and getattr(
+        positions, "is_fully_addressable", True
+    ):
+        rows = np.atleast_2d(np.asarray(positions))
+        wrong = (np.sort(rows, axis=1) != np.arange(tokens)).any(axis=1)
+        if wrong.any():
+            raise ValueError(
+                f"row {int(np.argmax(wrong))} of source_positions is not each of the positions 0 "
+                f"to {tokens - 1} once; positions within documents, as RoPE takes them, are not "
+                "what is needed"
+            )
+    return jnp.broadcast_to(jnp.asarray(positions).astype(jnp.int32), (batch, tokens))
 
 
 def own_positions(layout: Layout, length: int, axes: Axes | None, batch: int) -> jax.Array:
