@@ -148,8 +148,21 @@ def test_low_precision_is_reduced_in_float32():
     assert gradient.dtype == jnp.bfloat16
 
 
+def test_with_64_bits_and_strict_types(rng):
+    values, ids, _ = packed(rng, 12)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
+        values = np.nan_to_num(values)
+        values[0, 0] = -np.inf
+        for how in HOW:
+            out = plait.reduce_documents(
+                jnp.asarray(values, np.float32), jnp.asarray(ids), documents=5, how=how
+            )
+            assert out.dtype == jnp.float32
+            np.testing.assert_allclose(out, oracle(values, ids, 5, how)[0], rtol=1e-6)
+
+
 def test_nan_of_one_rank_reaches_all(mesh_of):
-    """The maximum over ranks passes over NaN on CPUs, and where two of a rank differ by NaN."""
+    """The maximum over ranks passes over NaN on CPUs."""
     values = np.arange(16, dtype=np.float32)[None]
     values[0, 3] = np.nan
     ids = np.repeat([[1, 2]], 8, axis=1)

@@ -42,11 +42,11 @@ def roll(cp, x, ids):
 
 
 def model(cp, batch, mix=shift):
-    """Layers whose names do not ascend; the second mixes neighbours."""
+    """Layers whose names do not ascend; "mix" mixes neighbours, and "loss" depends on it."""
     assert batch["heads"] + 0 == 2
     out = {"embed": batch["x"] * batch["scale"]}
-    out["conv"] = [mix(cp, out["embed"], batch["segment_ids"]), jnp.ones(())]
-    total, count = cp.sum_and_count(out["conv"][0].sum(2), batch["segment_ids"] > 0)
+    out["mix"] = [mix(cp, out["embed"], batch["segment_ids"]), jnp.ones(())]
+    total, count = cp.sum_and_count(out["mix"][0].sum(2), batch["segment_ids"] > 0)
     return out | {"loss": total / count, "count": count}
 
 
@@ -75,7 +75,7 @@ def test_the_first_faulty_layer_is_named(batch):
     """By the first layout in which it is wrong, and where: every start of a chunk but the first."""
     faulty = functools.partial(model, mix=roll)
     batch["segment_ids"][:] = 1
-    words = "output 'conv.0' in Zigzag(2)", "source position 4 (slot 8, rank 1), index [0, 4, 0]"
+    words = "output 'mix.0' in Zigzag(2)", "source position 4 (slot 8, rank 1), index [0, 4, 0]"
     wanted = 2 * batch["x"][0, 3, 0]
     values = f"it is {2 * batch['x'][0, 15, 0]} and should be {wanted}", "16 of 128 values differ"
     fails(
@@ -92,7 +92,7 @@ def test_the_first_faulty_layer_is_named(batch):
     only = [Striped(2, 8), HalfSwap(4)]  # one stripe a rank is source order
     fails(
         lambda: assert_layout_invariant(faulty, batch, axis=AXIS, layouts=only),
-        "output 'conv.0' in HalfSwap(4)",
+        "output 'mix.0' in HalfSwap(4)",
         "at source positions 2, 4, 6, 10 and 2 runs more",
     )
 
@@ -107,7 +107,7 @@ def test_scalars_and_gradients_are_compared_as_they_are(rng):
     def scalar(cp, batch):
         return loss(1.0, cp, batch, False)
 
-    fails(lambda: assert_layout_invariant(scalar, x), "output the array in Zigzag(8)", "it is")
+    fails(lambda: assert_layout_invariant(scalar, x), "the output in Zigzag(8)", "it is")
 
     def of_weight(cp, batch, right):
         return jax.grad(loss)(jnp.float32(1), cp, batch, right) * 1e-6
@@ -263,7 +263,7 @@ def test_errors_name_what_is_wrong(batch):
     refused(call(axis_name=("a", "b"), ranks=2), "needs mesh=")
     fails(
         call(fn=lambda cp, b: {str(cp.layout.ranks): b["x"]}),
-        "fn returned outputs [\"'8'\"] in Contiguous(8) and [\"'1'\"] at one rank",
+        "fn returned output '8' in Contiguous(8) and output '1' at one rank",
     )
 
 

@@ -97,7 +97,7 @@ def reduce_documents(
     if how == "sum":
         return total
     count = over_ranks(lax.psum, belongs.sum(axis=-2, dtype=jnp.int32))
-    return total / jnp.maximum(count, 1)
+    return total / jnp.maximum(count, 1).astype(jnp.float32)
 
 
 def _maxima(
@@ -113,10 +113,11 @@ def _maxima(
     fixed = lax.stop_gradient(values)
     largest = over_ranks(lax.pmax, jnp.where(belongs, fixed, -jnp.inf).max(axis=-2))
     at_largest = belongs & ((fixed == largest[..., None, :]) | jnp.isnan(fixed))
-    nothing = jnp.where(jnp.isinf(fixed), 0, values - fixed)
+    finite = jnp.where(jnp.isinf(fixed), 0, values)
+    nothing = finite - lax.stop_gradient(finite)
     added = over_ranks(lax.psum, jnp.where(at_largest, nothing, elsewhere).sum(axis=-2))
     share = over_ranks(lax.psum, at_largest.sum(axis=-2, dtype=jnp.int32))
-    return largest + added / jnp.maximum(share, 1)
+    return largest + added / jnp.maximum(share, 1).astype(jnp.float32)
 
 
 def _checked_ids(segment_ids: Any, values: jax.Array, documents: int) -> jax.Array:

@@ -105,7 +105,8 @@ at source positions 4 and 12 (rtol 0.0001, atol 0.000796)
         paths = [[output.name for output in outputs] for outputs in (wanted, found)]
         if paths[0] != paths[1]:
             raise AssertionError(
-                f"fn returned outputs {paths[1]} in {layout!r} and {paths[0]} at one rank"
+                f"fn returned {', '.join(paths[1]) or 'nothing'} in {layout!r} and "
+                f"{', '.join(paths[0])} at one rank"
             )
         for one, other in zip(wanted, found, strict=True):
             message = difference(one.value, other.value, layout, one.axis, rtol, atol)
@@ -116,7 +117,7 @@ at source positions 4 and 12 (rtol 0.0001, atol 0.000796)
                 if one.axis is None and length in one.value.shape
                 else ""
             )
-            raise AssertionError(f"output {one.name} in {layout!r} {message}{hint}")
+            raise AssertionError(f"{one.name} in {layout!r} {message}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +189,9 @@ def _outputs(
         raise ValueError(f"out_axis is {out_axis!r}; it needs to be axes or 'auto'")
     described, values = [], []
     for path, value in _leaves_as_written(outputs):
-        name = path_name(path)
+        name = f"output {path_name(path)}" if path else "the output"
         if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex):
-            raise TypeError(f"output {name} is a {type(value).__name__}; an array is needed")
+            raise TypeError(f"{name} is a {type(value).__name__}; an array is needed")
         value = jnp.asarray(value)
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
@@ -198,10 +199,10 @@ def _outputs(
             fits = -value.ndim <= auto < value.ndim and value.shape[auto] == length
             axis = auto % value.ndim if fits else None
         elif (axis := by_name[path]) is not None:
-            axis = as_axis(axis, value.ndim, f"output {name}", may_pass=True)
+            axis = as_axis(axis, value.ndim, name, may_pass=True)
             if value.shape[axis] != length:
                 raise ValueError(
-                    f"axis {axis} of output {name} has length {value.shape[axis]}; the sequence "
+                    f"axis {axis} of {name} has length {value.shape[axis]}; the sequence "
                     f"has {length}: in out_axis an output without a sequence needs None"
                 )
         described.append((name, axis))
