@@ -16,6 +16,7 @@ from plait.attention import (
     count_blocks,
 )
 from plait.context import ContextParallel
+from plait.documents import reduce_documents
 from plait.exchange import all_gather, relayout, reorder, restore
 from plait.layout import Contiguous, HalfSwap, Layout, Placed, Striped, Zigzag
 from plait.lookahead import lookahead
@@ -58,6 +59,7 @@ __all__ = [
     "device_put",
     "lookahead",
     "pad",
+    "reduce_documents",
     "relayout",
     "reorder",
     "restore",

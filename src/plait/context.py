@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from plait import exchange, padding
 from plait.attention import Strategy, attention
 from plait.attention.kernels import Kernel
+from plait.documents import How, reduce_documents
 from plait.layout import Layout
 from plait.lookahead import lookahead
 from plait.mask import Mask
@@ -226,6 +227,30 @@ class ContextParallel:
             mask,
             axis_name=self.axis_name,
             batch_axes=self.batch_axes,
+            local=local,
+        )
+
+    def reduce_documents(
+        self,
+        values: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        documents: int,
+        how: How = "sum",
+        mask: jax.Array | None = None,
+        local: bool = False,
+    ) -> jax.Array:
+        """The sum, mean or maximum over the tokens of each document of all ranks.
+
+        See `plait.reduce_documents`.
+        """
+        return reduce_documents(
+            values,
+            segment_ids,
+            documents=documents,
+            how=how,
+            mask=mask,
+            axis_name=self.axis_name,
             local=local,
         )
 

@@ -44,17 +44,7 @@ def sum_and_count(
     (15.0, 2)
     """
     values = jnp.asarray(values)
-    if mask is not None and jnp.issubdtype(jnp.asarray(mask).dtype, jnp.inexact):
-        raise TypeError(
-            f"mask has dtype {jnp.asarray(mask).dtype}; it needs bool or integers, such as "
-            "mask != 0: to weigh tokens, multiply the values and sum the weights likewise"
-        )
-    kept = jnp.ones(values.shape, bool) if mask is None else jnp.asarray(mask) != 0
-    if kept.shape != values.shape:
-        raise ValueError(
-            f"mask has shape {kept.shape} and values have shape {values.shape}; they need to be "
-            "equal"
-        )
+    kept = kept_tokens(values, mask)
     total = jnp.where(kept, values, 0).sum(dtype=jnp.float32)
     count = kept.sum(dtype=jnp.int32)
     names = as_names(axis_name)
@@ -63,3 +53,21 @@ def sum_and_count(
     over = (*names, *(name for name in as_names(batch_axes) if name in manual_axes()))
     check_shard(total, over, "values")
     return lax.psum(as_varying(total, over), over), lax.psum(as_varying(count, over), over)
+
+
+def kept_tokens(values: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Where the mask is not 0: bool, in the shape of the values, which the mask needs to have."""
+    if mask is None:
+        return jnp.ones(values.shape, bool)
+    mask = jnp.asarray(mask)
+    if jnp.issubdtype(mask.dtype, jnp.inexact):
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; it needs bool or integers, such as "
+            "mask != 0: to weigh tokens, multiply the values and sum the weights likewise"
+        )
+    if mask.shape != values.shape:
+        raise ValueError(
+            f"mask has shape {mask.shape} and values have shape {values.shape}; they need to be "
+            "equal"
+        )
+    return mask != 0
