@@ -198,8 +198,8 @@ class PackRecord:
         rows, length = self.shape
         return (
             f"{len(self.document_lengths)} documents in {rows} rows of {length}: {self.padding} "
-            f"tokens of padding ({self.padding / (rows * length):.1%}), {len(self.cut)} documents "
-            f"cut, {len(self.dropped)} dropped"
+            f"tokens of padding ({self.padding / max(rows * length, 1):.1%}), {len(self.cut)} "
+            f"documents cut, {len(self.dropped)} dropped"
         )
 
 
@@ -245,7 +245,7 @@ def pack(
     rows = _best_fit(_pieces(lengths, row_length, long), row_length)
     rows += [()] * (-len(rows) % groups)
     record = PackRecord(tuple(rows), row_length, tuple(lengths.tolist()), groups)
-    if groups == 1:
+    if groups == 1 or not rows:
         return record
     order = balance_rows(record.work(mask), groups).order
     return dataclasses.replace(record, rows=tuple(record.rows[row] for row in order))
