@@ -125,10 +125,10 @@ def test_features_and_dtypes(rng):
 
 def test_groups():
     """Rows 6, 6, 3 + 3, 2 + 2 + 2 of work 21, 21, 12, 9: each group has one of the heavy ones."""
-    record = pack([6, 2, 2, 2, 6, 3, 3], sequence_length=6, groups=2)
+    record = pack([6, 6, 3, 2, 3, 2, 2], sequence_length=6, groups=2)
     assert sorted(record.work().reshape(2, 2).sum(axis=1)) == [30, 33]
     assert record.work(Full()).sum() == 36 + 36 + 18 + 12
-    by_mask = pack([6, 2, 2, 2, 6, 3, 3], sequence_length=6, groups=2, mask=Full())
+    by_mask = pack([6, 6, 3, 2, 3, 2, 2], sequence_length=6, groups=2, mask=Full())
     assert sorted(by_mask.work(Full()).reshape(2, 2).sum(axis=1)) == [48, 54]
     assert record.groups == 2
     empty = pack([6], sequence_length=6, groups=4)
@@ -168,7 +168,7 @@ RECORD = pack([3, 5], sequence_length=6)
         (lambda: pack([3], 0), ["sequence_length is 0"]),
         (lambda: pack([3], 4, groups=0), ["groups is 0"]),
         (lambda: pack([3, 9], 4), ["document 1 has length 9", "row of 4", "'cut'", "rows of 9"]),
-        (lambda: pack([3, 9, 11], 4), ["document 1 (and 1 others)", "rows of 11"]),
+        (lambda: pack([3, 9, 11], 4), ["document 1 (and 1 more)", "rows of 11"]),
         (lambda: pack([3], 4, long="split"), ["'split'", "'cut'"]),
         (lambda: unpack(np.zeros((2, 5)), RECORD), ["(2, 5)", "2 rows of 6"]),
         (lambda: unpack(np.zeros(6), RECORD), ["(6,)", "(2, 6)"]),

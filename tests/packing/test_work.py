@@ -1,14 +1,26 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from errors import refused
-from plait import Causal, Chunked, Contiguous, Full, PrefixLM, SlidingWindow, Zigzag
+from plait import Causal, Chunked, Contiguous, Full, Mask, PrefixLM, SlidingWindow, Zigzag
 from plait.mask import BlockBounds, block_map
 from plait.packing import chunk_work, keys_needed
 
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(Mask):
+    """The key at twice the query's position alone: what neighbours see does not touch."""
+
+    def intervals(self, q_positions, xp):
+        return ((2 * q_positions, 2 * q_positions),)
+
+
 MASKS = [
+    Doubled(),
     Causal(),
     Full(),
     SlidingWindow(3),

@@ -85,8 +85,9 @@ def balance(
       ranks: ranks of the context axis.
       sequence_length: tokens of the pack, padding included. None: as few as the chunks allow.
       chunk: tokens in a chunk, the longest run that stays together. None: a sixteenth of a rank's
-        share, rounded up to a multiple of the tile. Smaller chunks balance better, larger ones
-        make larger blocks for kernels: a rank should hold at least 8.
+        share, rounded up to a multiple of the tile. Smaller chunks balance better: a rank should
+        hold at least 8. It should be a multiple of the kernel's blocks, which don't know where
+        the chunks end if positions are data.
       mask, tile, token_work, key_work: how work is counted, as in `chunk_work`: by exact pairs, or
         by the tiles of a kernel, and with work beside attention. An array of token work has an
         entry for each token of the documents, [tokens].

@@ -82,6 +82,8 @@ def _needed(ids: np.ndarray, rank_of: np.ndarray, ranks: int, mask: Mask) -> np.
         begins.append(base[seeing[starts]] + begin[seeing[starts]])
         ends.append(base[seeing[stops]] + end[seeing[stops]])
     begin, end = _merged(np.concatenate(begins), np.concatenate(ends))
+    if not begin.size:
+        return np.zeros(ranks, np.int64)
     seen = np.bincount(begin // (length + 1), end - begin, ranks)
     starts = np.concatenate([[True], np.diff(rank) != 0])
     stops = np.concatenate([starts[1:], [True]])

@@ -49,7 +49,7 @@ class PackRecord:
     ((Piece(document=0, start=0, stop=3), Piece(document=2, start=0, stop=2)), \
 (Piece(document=1, start=0, stop=5),))
     >>> print(record)
-    3 documents in 2 rows of 6: 2 tokens of padding (16.7%), 0 documents cut, 0 dropped
+    3 documents in 2 rows of 6: 2 tokens of padding (16.7%), 0 cut, 0 dropped
     """
 
     rows: tuple[tuple[Piece, ...], ...]
@@ -199,7 +199,7 @@ class PackRecord:
         return (
             f"{len(self.document_lengths)} documents in {rows} rows of {length}: {self.padding} "
             f"tokens of padding ({self.padding / max(rows * length, 1):.1%}), {len(self.cut)} "
-            f"documents cut, {len(self.dropped)} dropped"
+            f"cut, {len(self.dropped)} dropped"
         )
 
 
@@ -235,7 +235,7 @@ def pack(
         the document, and documents longer than a row unless `long` says what to do.
 
     >>> print(pack([3, 9, 5, 2], sequence_length=6, long="cut"))
-    4 documents in 4 rows of 6: 5 tokens of padding (20.8%), 1 documents cut, 0 dropped
+    4 documents in 4 rows of 6: 5 tokens of padding (20.8%), 1 cut, 0 dropped
     >>> pack([6, 2, 2, 2, 6, 3, 3, 1], sequence_length=6, groups=2).work().reshape(2, -1).tolist()
     [[21, 12, 0], [9, 21, 1]]
     """
@@ -298,7 +298,7 @@ def _pieces(lengths: np.ndarray, row_length: int, long: str) -> list[Piece]:
     too_long = np.flatnonzero(lengths > row_length)
     if too_long.size and long == "error":
         first = int(too_long[0])
-        others = f" (and {too_long.size - 1} others)" if too_long.size > 1 else ""
+        others = f" (and {too_long.size - 1} more)" if too_long.size > 1 else ""
         raise ValueError(
             f"document {first}{others} has length {lengths[first]}, more than a row of "
             f"{row_length}: say long='cut' or 'drop', or take rows of {lengths.max()}"

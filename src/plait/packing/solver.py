@@ -8,6 +8,7 @@ many pairs at a time. No mask and no documents in here: only the work of each ch
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def _exchange(works: np.ndarray, held: np.ndarray, goal: float) -> None:
     Half of the ranks do so at first, with one partner each; where that no longer makes the heaviest
     lighter, fewer with more partners, down to the heaviest with all others; then two chunks for
     two. Where all is in vain, ranks paired at random even out what they can, which opens other
-    exchanges.
+    exchanges. No exchange makes the heavier of its two ranks heavier.
     """
     ranks, places = held.shape
     if ranks == 1:
@@ -152,7 +153,7 @@ def _exchange(works: np.ndarray, held: np.ndarray, goal: float) -> None:
     ]
     level = shuffled = 0
     loads = works[held].sum(axis=1)
-    kept, least = held.copy(), loads.max()
+    least = loads.max()
     for _ in range(_ROUNDS):
         if least <= goal or shuffled > _SHUFFLES:
             break
@@ -163,18 +164,21 @@ def _exchange(works: np.ndarray, held: np.ndarray, goal: float) -> None:
             shuffled += 1
         loads = works[held].sum(axis=1)
         if loads.max() < least:
-            kept[:], least = held, loads.max()
-            level, shuffled = max(level - 1, 0), 0
+            least, level, shuffled = loads.max(), max(level - 1, 0), 0
         else:
             level = level + 1 if level < len(levels) else 0
-    held[:] = kept
 
 
 def _subsets(places: int) -> list[np.ndarray]:
-    """Which places an exchange empties, [subsets, 1] and, where they are not too many, [_, 2]."""
-    two = np.stack(np.triu_indices(places, 1), axis=1)
-    one = np.arange(places)[:, None]
-    return [one, two] if 0 < len(two) ** 2 <= _CANDIDATES else [one]
+    """Which places an exchange empties, [subsets, 1] and, where they are not too many, [_, 2].
+
+    Of very many places some, spread evenly: chunks stand in order of their work at first.
+    """
+    one = np.arange(0, places, -(-places // math.isqrt(_CANDIDATES)))[:, None]
+    pairs = places * (places - 1) // 2
+    if not 0 < pairs**2 <= _CANDIDATES:
+        return [one]
+    return [one, np.stack(np.triu_indices(places, 1), axis=1)]
 
 
 def _round(
