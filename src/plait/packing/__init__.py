@@ -12,6 +12,7 @@ from plait.packing.balance import (
     balance_segments,
 )
 from plait.packing.needed import keys_needed
+from plait.packing.offsets import lengths_of
 from plait.packing.pack import PackRecord, Piece, pack, unpack
 from plait.packing.solver import assign, lower_bound
 from plait.packing.work import chunk_work
@@ -27,6 +28,7 @@ __all__ = [
     "balance_segments",
     "chunk_work",
     "keys_needed",
+    "lengths_of",
     "lower_bound",
     "pack",
     "unpack",
