@@ -80,6 +80,16 @@ def test_with_64_bits(mesh_of):
             np.testing.assert_array_equal(ahead[0, :-1], source[0, 1:])
 
 
+def test_positions_that_a_jitted_function_closes_over(mesh_of):
+    cp = ContextParallel(Zigzag(2), "context")
+    rows = jnp.array([5, 1], jnp.int32)
+    x = np.arange(8.0)[None]
+    moved = cp.reorder(x)
+    assert jax.jit(lambda x: plait.select(x, rows, Zigzag(2)))(moved).tolist() == [[5, 1]]
+    sharded = jax.jit(lambda x: cp.select(x, rows, mesh=mesh_of(2)))
+    assert sharded(moved).tolist() == [[5, 1]]
+
+
 def test_other_dtypes_and_axes(mesh_of):
     flags = np.arange(16).reshape(16, 1) % 3 == 0
     cp = ContextParallel(Zigzag(4), "context")

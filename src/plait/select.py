@@ -28,7 +28,7 @@ from plait.mesh import (
     sharded_spec,
 )
 from plait.positions import slots_of_positions
-from plait.tree import as_axis, as_int32, over_axis
+from plait.tree import as_axis, as_int32, known_values, over_axis
 
 
 def select(
@@ -126,11 +126,12 @@ def _checked_positions(positions: Any, x: Any, axis: int, length: int) -> Any:
             f"source_positions has shape {positions.shape}; for x of shape {x.shape} and axis "
             f"{axis} it needs to be [rows]" + (f" or ({x.shape[0]}, rows)" if axis else "")
         )
-    if isinstance(positions, jax.core.Tracer):
+    values = known_values(positions)
+    if values is None:
         return positions.astype(jnp.int32)
-    outside = np.asarray((positions < 0) | (positions >= length))
+    outside = (values < 0) | (values >= length)
     if outside.any():
-        wrong = int(np.asarray(positions)[outside][0])
+        wrong = int(values[outside][0])
         raise ValueError(
             f"source position {wrong} is outside the sequence of {length} tokens; the nearest is "
             f"{min(max(wrong, 0), length - 1)}"

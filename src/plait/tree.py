@@ -117,6 +117,13 @@ def as_int32(x: Any, name: str) -> Any:
     return x.astype(np.int32)
 
 
+def known_values(x: Any) -> np.ndarray | None:
+    """The values as NumPy's, or None where they are traced or lie on other hosts' devices too."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
+
+
 def as_float(name: str, value: Any, instead: str | None = None) -> float:
     """A finite float, known when the program is traced; `instead` says what else to do with it."""
     if isinstance(value, jax.core.Tracer):

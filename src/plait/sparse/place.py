@@ -33,7 +33,7 @@ from plait.mesh import (
     typed_spec,
 )
 from plait.positions import positions_of_rank, positions_of_slots
-from plait.tree import as_int32
+from plait.tree import as_int32, known_values
 
 
 class Call(Hashable, Protocol):
@@ -176,10 +176,9 @@ def as_positions(source_positions: Any, like: jax.Array) -> Any:
             f"source_positions has shape {tuple(positions.shape)}; it needs to be ({tokens},) or "
             f"{(batch, tokens)}"
         )
-    if not isinstance(positions, jax.core.Tracer) and getattr(
-        positions, "is_fully_addressable", True
-    ):
-        rows = np.atleast_2d(np.asarray(positions))
+    values = known_values(positions)
+    if values is not None:
+        rows = np.atleast_2d(values)
         wrong = (np.sort(rows, axis=1) != np.arange(tokens)).any(axis=1)
         if wrong.any():
             raise ValueError(
