@@ -49,61 +49,67 @@ def _needed(ids: np.ndarray, rank_of: np.ndarray, ranks: int, mask: Mask) -> np.
     """Of one row, [ranks].
 
     Tokens are lined up document by document, padding left out: there, what a query sees by one
-    interval of the mask is one run. Places are offset by rank, so that all ranks are on one line.
+    interval of the mask is one run. Each rank has a line of its own, all on one number axis.
     """
-    length = ids.size
+    line = ids.size + 1
     order = np.argsort(ids, kind="stable")
     order = order[ids[order] != 0]
-    if not order.size:
-        return np.zeros(ranks, np.int64)
-    _, document = np.unique(ids[order], return_inverse=True)
-    members = document * (length + 1) + order
-    rank, places = rank_of[order], np.arange(order.size)
-    base = rank * (length + 1)
-
-    def members_to(position: Any) -> np.ndarray:
-        """How many tokens lie, in line, up to a position of each query's document."""
-        inside = np.clip(position, -1, length - 1)
-        return np.searchsorted(members, document * (length + 1) + inside, side="right")
-
-    begins, ends = [], []
-    for first, last in mask.intervals(order, np):
-        begin = members_to((0 if first is None else first) - 1)
-        end = members_to(length if last is None else last)
-        seeing = np.flatnonzero(begin < end)
-        # Queries of one rank and document that follow each other see one run, unless it has gaps.
-        breaks = (
-            (np.diff(rank[seeing]) != 0)
-            | (np.diff(document[seeing]) != 0)
-            | (begin[seeing[1:]] > end[seeing[:-1]])
-        )
-        starts = np.concatenate([[True], breaks]) if seeing.size else np.zeros(0, bool)
-        stops = np.concatenate([breaks, [True]]) if seeing.size else np.zeros(0, bool)
-        begins.append(base[seeing[starts]] + begin[seeing[starts]])
-        ends.append(base[seeing[stops]] + end[seeing[stops]])
-    begin, end = _merged(np.concatenate(begins), np.concatenate(ends))
+    rank = rank_of[order]
+    begin, end = _merged(*_seen(ids[order], order, rank, line, mask))
     if not begin.size:
         return np.zeros(ranks, np.int64)
-    seen = np.bincount(begin // (length + 1), end - begin, ranks)
-    starts = np.concatenate([[True], np.diff(rank) != 0])
-    stops = np.concatenate([starts[1:], [True]])
     upto = np.concatenate([[0], np.cumsum(end - begin)])
 
     def covered(x: np.ndarray) -> np.ndarray:
-        """How much of the line before x the merged runs cover."""
+        """How much before x is seen."""
         run = np.searchsorted(begin, x, side="right") - 1
         return np.where(run < 0, 0, upto[run] + np.minimum(x - begin[run], (end - begin)[run]))
 
-    own = covered((base + places)[stops] + 1) - covered((base + places)[starts])
-    return (seen - np.bincount(rank[starts], own, ranks)).astype(np.int64)
+    first, last = _ends_of_runs(np.diff(rank) != 0)
+    held = rank * line + np.arange(order.size)
+    own = covered(held[last] + 1) - covered(held[first])
+    seen = np.bincount(begin // line, end - begin, ranks)
+    return (seen - np.bincount(rank[first], own, ranks)).astype(np.int64)
+
+
+def _seen(
+    ids: np.ndarray, positions: np.ndarray, rank: np.ndarray, line: int, mask: Mask
+) -> tuple[np.ndarray, np.ndarray]:
+    """What queries see, lined up: runs begin <= x < end on their ranks' lines, in any order."""
+    _, document = np.unique(ids, return_inverse=True)
+    members = document * line + positions
+
+    def members_to(position: Any) -> np.ndarray:
+        """How many tokens lie, in line, up to a position of each query's document."""
+        inside = np.clip(position, -1, line - 2)
+        return np.searchsorted(members, document * line + inside, side="right")
+
+    begins, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for first, last in mask.intervals(positions, np):
+        begin = members_to((0 if first is None else first) - 1)
+        end = members_to(line if last is None else last)
+        sees = begin < end
+        if not sees.any():
+            continue
+        begin, end, of, text = begin[sees], end[sees], rank[sees], document[sees]
+        # Queries of one rank and document that follow each other see one run, if without gaps.
+        apart = (np.diff(of) != 0) | (np.diff(text) != 0) | (begin[1:] > end[:-1])
+        one, other = _ends_of_runs(apart)
+        begins.append(of[one] * line + begin[one])
+        ends.append(of[other] * line + end[other])
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def _ends_of_runs(apart: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where runs start and where they stop, bool [n], given which neighbours are apart [n - 1]."""
+    return np.concatenate([[True], apart]), np.concatenate([apart, [True]])
 
 
 def _merged(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The runs begin <= x < end, those that overlap or touch joined, in ascending order."""
-    order = np.argsort(begins, kind="stable")
-    begins, ends = begins[order], ends[order]
     if not begins.size:
         return begins, ends
-    reached = np.maximum.accumulate(ends)
-    fresh = np.concatenate([[True], begins[1:] > reached[:-1]])
-    return begins[fresh], reached[np.concatenate([fresh[1:], [True]])]
+    order = np.argsort(begins, kind="stable")
+    begins, reached = begins[order], np.maximum.accumulate(ends[order])
+    first, last = _ends_of_runs(begins[1:] > reached[:-1])
+    return begins[first], reached[last]
