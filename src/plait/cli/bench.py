@@ -16,6 +16,7 @@ from plait.cli.arguments import UserError
 # Name of the module in benchmarks/ -> what it compares. Each has `add_arguments` and `run`.
 _BENCHMARKS = {
     "attention": "Strategies of attention at 128K: memory and communication, compiled for a TPU.",
+    "packing": "Packed documents: balanced layouts beside zigzag and contiguous, and the solver.",
     "reorder": "Moves between source order and zigzag: plait beside what the field runs.",
     "balance": "Time of the busiest rank: contiguous beside the layouts that balance.",
     "sparse": "DeepSeek sparse attention from 8K to 1M tokens: balance and memory.",
