@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plait
@@ -59,3 +59,37 @@ def test_a_mask_is_no_weight():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"mask has shape \(8,\)"):
         plait.sum_and_count(LOSSES, np.ones(8, int))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_gradients_under_accumulation(ranks, mesh_of, rng):
+    """Sums and counts of micro-batches add up to the mean over all tokens; means would not."""
+    length, parts = 48, 4
+    weights = rng.normal(size=5).astype(np.float32)
+    x = rng.normal(size=(parts, 2, length, 5)).astype(np.float32)
+    mask = rng.random((parts, 2, length)) < np.array([0.05, 0.3, 0.9, 0.0])[:, None, None]
+
+    def plain(weights):
+        return np.sum(np.square(x @ weights), where=mask) / mask.sum()
+
+    wanted = 2 * np.einsum("pbs,pbs,pbsd->d", x @ weights, mask, x) / mask.sum()
+    cp = ContextParallel(Zigzag(ranks), "context")
+    order = cp.layout.positions(length)
+
+    def loss(weights, x, mask):
+        def add(carry, part):
+            total, count = cp.sum_and_count(jnp.square(part[0] @ weights), part[1])
+            return (carry[0] + total, carry[1] + count), None
+
+        zeros = (jnp.float32(0), jnp.zeros((), jnp.int32))
+        (total, count), _ = jax.lax.scan(add, zeros, (x, mask))
+        return total / count
+
+    with jax.set_mesh(mesh_of(ranks)):
+        moved = jax.device_put(
+            (x[:, :, order], mask[:, :, order]),
+            NamedSharding(mesh_of(ranks), P(None, None, "context")),
+        )
+        value, gradient = jax.jit(jax.value_and_grad(loss))(weights, *moved)
+    np.testing.assert_allclose(value, plain(weights), rtol=1e-6)
+    np.testing.assert_allclose(gradient, wanted, rtol=2e-5, atol=1e-6)
