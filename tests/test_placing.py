@@ -58,6 +58,8 @@ def test_errors_name_what_is_wrong(rng):
     refused(lambda: cp.device_put({"x": x[:3]}, mesh()), "'x'", "3 rows", "2")
     refused(lambda: cp.device_put(x[0], mesh(), axis=0), "axis 0", "axis 1")
     refused(lambda: plait.device_put(x, Zigzag(2), mesh(), axis_name="context"), "2 ranks", "4")
+    refused(lambda: plait.device_put(x, Zigzag(2), mesh(), axis_name="seq"), "'seq'", "'data'")
+    refused(lambda: cp.device_put(x, None), "None", "Mesh", error=TypeError)
     orders = np.tile(np.arange(24), (4, 1))
     refused(lambda: cp.device_put(x, mesh(), source_positions=orders[0]), "(24,)", "[batch")
     refused(lambda: cp.device_put(x, mesh(), source_positions=orders[:2]), "(2, 24)", "(4, 24)")

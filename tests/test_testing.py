@@ -193,6 +193,29 @@ def test_tolerances():
     fails(lambda: wrong_in_zigzag(1, [1])(), "has shape (1,); at one rank it has ()")
 
 
+def test_masked_scores_do_not_hide_a_fault(rng):
+    """Their -1e9 is finite, and the root mean square of the output would be as large."""
+    x = {"x": rng.normal(size=(2, 64, 8)).astype(np.float32)}
+
+    def wrong(cp, batch):
+        sums = jnp.cumsum(batch["x"].sum(-1), axis=1)
+        return jnp.where(jnp.arange(8) == 0, -1e9, sums[..., None])
+
+    with pytest.raises(AssertionError, match="differs"):
+        assert_layout_invariant(wrong, x, ranks=4)
+
+
+def test_one_rank_proves_nothing():
+    batch = {"x": np.zeros((2, 64, 8), np.float32)}
+    one = jax.sharding.Mesh(jax.devices()[:1], "context")
+    for options in ({"ranks": 1}, {"layouts": [Zigzag(1)]}, {"mesh": one}):
+        refused(
+            lambda options=options: assert_layout_invariant(lambda cp, b: b, batch, **options),
+            "1 rank",
+            "at least 2",
+        )
+
+
 def test_outputs_whose_axis_is_said(rng):
     x = rng.normal(size=(16, 16)).astype(np.float32)
 

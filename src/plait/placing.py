@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plait.layout import Layout
-from plait.mesh import Axes, AxisName, as_entry, as_names, check_ranks
+from plait.mesh import Axes, AxisName, as_entry, as_names, check_apart, check_ranks
 from plait.tree import Axis, as_int32, map_axis
 
 
@@ -54,6 +54,12 @@ def device_put(
     [[0, 1, 2, 3]]
     """
     names, batch = as_names(axis_name), as_names(batch_axes)
+    check_apart(axis_name=names, batch_axes=batch)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r:.60}; it needs to be a jax.sharding.Mesh")
+    unknown = [name for name in (*names, *batch) if name not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"the mesh has no axis {unknown[0]!r}; its axes are {mesh.axis_names}")
     if names:
         check_ranks(layout, Axes.on(mesh, names).size, names)
     over_rows = Axes.on(mesh, batch).size

@@ -37,7 +37,7 @@ def rows_of(source, **options):
 def whole(ranks=4, **options):
     dataset = rows_of(documents(), **options).map(Labels()).batch(2, drop_remainder=True)
     balanced = dataset.map(Balance(ranks, chunks_per_rank=4))
-    return balanced.map(Reorder(axis=1)).map(Rename("maxtext"))
+    return balanced.map(Reorder()).map(Rename("maxtext"))
 
 
 def tokens_of(rows, ids="inputs_segment_ids"):
@@ -63,6 +63,7 @@ def test_labels_and_their_mask():
     found = Labels().map(row)
     assert found["targets"].tolist() == [0, 7, -100, 9, -100, -100, -100]
     assert found["targets_loss_mask"].tolist() == [1, 1, 0, 1, 0, 0, 0]
+    assert found["targets_segmentation"].tolist() == [1, 1, 0, 2, 0, 0, 0]
     further = Labels(name="second", by=2).map(row)
     assert further["second"].tolist() == [7, -100, -100, -100, -100, -100, -100]
     batched = {name: np.stack([x, x]) for name, x in row.items()}
@@ -74,7 +75,7 @@ def test_everything_follows_the_order():
         orders, ids = batch["source_positions"], batch["inputs_segmentation"]
         assert set(batch) == {
             "inputs", "inputs_segmentation", "inputs_position", "targets", "targets_loss_mask",
-            "source_positions",
+            "targets_segmentation", "targets_position", "source_positions",
         }  # fmt: skip
         for row in range(2):
             back = np.argsort(orders[row])
@@ -107,6 +108,26 @@ def test_a_fixed_layout():
     plain = next(iter(rows_of(documents())))
     np.testing.assert_array_equal(row["inputs"], plain["inputs"][HalfSwap(4).positions(LENGTH)])
     np.testing.assert_array_equal(row["source_positions"], HalfSwap(4).positions(LENGTH))
+
+
+def test_what_is_carried_and_what_stays():
+    row = next(iter(rows_of(documents())))
+    order = Zigzag(4).positions(LENGTH)
+    features = np.arange(3 * LENGTH).reshape(LENGTH, 3)
+    element = {
+        **row, "features": features, "pooled": np.ones(LENGTH), "weight": 0.5, "name": "a row",
+        "more": {"x": np.arange(LENGTH)},
+    }  # fmt: skip
+    for given in (element, {**element, "source_positions": np.arange(LENGTH)}):
+        found = Reorder(Zigzag(4), skip=("pooled",)).map(given)
+        np.testing.assert_array_equal(found["features"], features[order])
+        np.testing.assert_array_equal(found["more"]["x"], order)
+        np.testing.assert_array_equal(found["source_positions"], order)
+        assert found["pooled"] is element["pooled"]
+        assert (found["weight"], found["name"]) == (0.5, "a row")
+    batch = {name: np.stack([row[name]] * 8) for name in row}
+    moved = Reorder(Zigzag(4)).map(batch)
+    np.testing.assert_array_equal(moved["inputs"], batch["inputs"][:, order])
 
 
 def same(found, wanted):
@@ -160,15 +181,34 @@ def test_malformed_records_are_named():
     uneven = [{"inputs": np.arange(3), "targets": np.arange(4)}]
     refused(lambda: list(pack(grain.MapDataset.source(uneven), both)), "record 0", "'targets': 4")
     refused(lambda: rows_of(good, long="drop"), "'drop'", "'cut'")
+    refused(list_of({"inputs": np.arange(3, dtype=np.uint16)}), "record 5", "uint16", "int64")
+    refused(list_of({"inputs": np.ones((3, 2), int)}), "record 5", "(2,)")
+    refused(list_of({"inputs": [1, 2]}), "record 5", "[1, 2]", error=TypeError)
+    refused(list_of({"inputs": np.arange(3), "name": "x"}), "record 5", "['name']", "lose")
+    refused(lambda: pack(good, {"inputs": 8}), "list", "MapDataset", error=TypeError)
+    refused(lambda: rows_of(good, bins=0), "bins is 0")
+    refused(lambda: pack(grain.MapDataset.source(good), {}), "lengths", "'inputs'")
+    refused(lambda: Balance(0), "ranks is 0")
+    refused(lambda: Reorder("zigzag"), "'zigzag'", "Zigzag(8)", error=TypeError)
     ids = {"inputs": np.arange(4), "inputs_segment_ids": np.array([1, 2, 1, 0])}
     refused(lambda: segment_ids_of(ids, "inputs"), "document 1", "comes back")
     refused(lambda: Labels().map({"inputs": np.arange(4)}), "inputs_segment_ids", error=KeyError)
+    refused(lambda: Labels(name="inputs").map(ids), "already")
+    both = {**ids, "inputs_segmentation": ids["inputs_segment_ids"]}
+    refused(lambda: segment_ids_of(both, "inputs"), "both", "drop one")
+    negative = {"inputs": np.arange(3), "inputs_segment_ids": np.array([1, 1, -1])}
+    refused(lambda: segment_ids_of(negative, "inputs"), "-1", "0 for padding")
     row = next(iter(rows_of(good)))
     refused(lambda: Labels().map(Reorder(Zigzag(4)).map(row)), "Reorder came before")
     refused(lambda: Reorder(Zigzag(4)).map(Reorder(Zigzag(4)).map(row)), "Reorder came before")
     refused(lambda: Reorder().map(row), "Reorder(Zigzag(8))", "Balance")
     refused(lambda: Reorder(Zigzag(4)).map(Balance(4, 4).map(row)), "drop one")
     refused(lambda: Balance(5).map(row), "64 tokens", "80")
+    balanced = Balance(4, 4).map(row)
+    longer = {n: x if n == LAYOUT_POSITIONS else np.tile(x, 2) for n, x in balanced.items()}
+    refused(lambda: Reorder().map(longer), "(64,)", "(128,)", "cut or join")
+    extra = {**row, "extra": np.arange(9), "extra_segment_ids": np.ones(9, int)}
+    refused(lambda: Reorder(Zigzag(4)).map(extra), "'extra'", "(9,)")
     hundred = {**row, "inputs": row["inputs"] * 0 - 100}
     refused(lambda: Labels().map(hundred), "-100", "ignored")
     refused(lambda: Rename("t5x"), "'t5x'", "'maxtext'")

@@ -18,6 +18,7 @@ def test_a_repeated_last_offset_is_no_document():
 def test_errors_name_what_is_wrong():
     refused(lambda: lengths_of([0]), "[0]", "[0, 16, 40]")
     refused(lambda: lengths_of([1, 5]), "[1, 5]", "starts at 0")
+    refused(lambda: lengths_of(np.array([0, 9, 4], np.uint32)), "fall from 9 to 4")
     refused(lambda: lengths_of([0, 9, 4]), "fall from 9 to 4", "document 1")
     refused(lambda: lengths_of([0, 9, 9, 12]), "document 1 is empty", "9")
     refused(lambda: lengths_of([0, 2**31]), "int32")

@@ -51,8 +51,10 @@ def pack(
     """Documents packed into rows by grain's best-fit packer, after each of them is checked.
 
     Args:
-      dataset: of dictionaries; each of `lengths` names an array in them, [tokens, ...].
-      lengths: for each name the length of its rows.
+      dataset: of dictionaries of arrays, [tokens, ...]; all records have the dtypes and features of
+        the first.
+      lengths: for each array the length of its rows; an array that is not named is refused, as it
+        would be lost.
       bins: rows that are filled at a time: more pack tighter.
       long: what becomes of a document that is longer than a row: an error that names the record,
         or "cut" into pieces, which become documents of their own, no token lost.
@@ -62,8 +64,9 @@ def pack(
       Rows with `{name}_segment_ids` (from 1, 0 is padding) and `{name}_positions`.
 
     Raises, while it is iterated:
-      ValueError: for a document that is empty, too long, or whose arrays differ in length; and a
-        KeyError for one without an array. They name the record by its index.
+      ValueError: for a document that is empty, too long, of another dtype or shape than the first,
+        with arrays of different lengths or one too many; a KeyError for one without an array. They
+        name the record by its index in `dataset`.
 
     >>> documents = [{"inputs": np.arange(1, n + 1)} for n in (5, 3, 4)]
     >>> rows = list(pack(grain.MapDataset.source(documents), {"inputs": 8}, shuffle_bins=False))
@@ -72,8 +75,20 @@ def pack(
     """
     if long not in ("error", "cut"):
         raise ValueError(f"long is {long!r}; it needs to be 'error' or 'cut'")
+    if not isinstance(dataset, grain.MapDataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}; it needs to be a grain.MapDataset, such as "
+            "grain.MapDataset.source(documents), whose records have an index"
+        )
+    if not isinstance(lengths, Mapping) or not lengths:
+        raise ValueError(f"lengths is {lengths!r}; it needs names, such as {{'inputs': 8192}}")
     sizes = {name: at_least_one(f"lengths[{name!r}]", size) for name, size in lengths.items()}
-    checked = dataset.map_with_index(_CheckDocument(tuple(sizes.items()), long == "error"))
+    bins = at_least_one("bins", bins)
+    records: Any = map(dataset.__getitem__, range(len(dataset)))
+    first: Element = next((x for x in records if x is not None), {})
+    kinds = {name: _kind(first[name]) for name in sizes if isinstance(first.get(name), np.ndarray)}
+    check = _CheckDocument(tuple(sizes.items()), tuple(kinds.items()), long == "error")
+    checked = dataset.map_with_index(check)
     documents = checked.to_iter_dataset()
     if long == "cut":
         documents = grain.experimental.FlatMapIterDataset(documents, _Cut(tuple(sizes.items())))
@@ -82,17 +97,36 @@ def pack(
     )
 
 
+def _kind(x: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    """The dtype, and the shape of one token."""
+    return x.dtype.name, x.shape[1:]
+
+
 @dataclasses.dataclass(frozen=True)
 class _CheckDocument(grain.transforms.MapWithIndex):
     lengths: tuple[tuple[str, int], ...]
+    kinds: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...]
     refuses_long: bool
 
-    def map_with_index(self, index: int, element: Element) -> Element:
-        sizes = {}
+    def map_with_index(self, index: int, element: Element | None) -> Element | None:
+        if element is None:  # filtered out
+            return None
+        sizes, kinds = {}, dict(self.kinds)
         for name, length in self.lengths:
             if name not in element:
                 raise KeyError(f"record {index} has no {name!r}; it has {sorted(element)}")
-            sizes[name] = len(element[name])
+            x = element[name]
+            if not isinstance(x, np.ndarray) or not x.ndim or x.dtype.kind not in "biuf":
+                raise TypeError(
+                    f"record {index}: {name!r} is {x!r:.60}; it needs to be a NumPy array of "
+                    "numbers, [tokens, ...]"
+                )
+            if _kind(x) != kinds.get(name, _kind(x)):
+                raise ValueError(
+                    f"record {index}: a token of {name!r} is {_kind(x)}, and of the first record "
+                    f"{kinds[name]}; all need the same dtype and shape"
+                )
+            sizes[name] = len(x)
             if not sizes[name]:
                 raise ValueError(f"record {index}: {name!r} is empty; it needs at least 1 token")
             if self.refuses_long and sizes[name] > length:
@@ -104,7 +138,12 @@ class _CheckDocument(grain.transforms.MapWithIndex):
             raise ValueError(
                 f"record {index} has arrays of different lengths, {sizes}; all need the same"
             )
-        return {name: element[name] for name, _ in self.lengths}
+        if set(element) - set(sizes):
+            raise ValueError(
+                f"record {index} also has {sorted(set(element) - set(sizes))}, which packing would "
+                "lose: name a length for each, or drop them before"
+            )
+        return element
 
 
 class _Cut(grain.experimental.FlatMapTransform):
@@ -127,11 +166,14 @@ class _Cut(grain.experimental.FlatMapTransform):
 class Labels(grain.transforms.Map):
     """Adds the labels of an array of tokens, and the mask of the loss.
 
-    Adds `name`, the token `by` places on within the document, `ignored` where there is none, and
-    `{name}_loss_mask`, int32, 0 just there: a token whose id is 0 is a token.
+    Adds `name`, the token `by` places on within the document, `ignored` where there is none;
+    `{name}_loss_mask`, int32, 0 just there (a token whose id is 0 is a token); and the segment ids
+    and positions of the labels, by the names that those of the tokens have. The ids are 0 where
+    there is no label, so that a loss that counts `targets_segmentation != 0`, as MaxText's does,
+    counts labels.
 
     Attributes:
-      tokens: the array of token ids, [..., sequence] in source order.
+      tokens: the array of token ids, [sequence] or [batch, sequence] in source order.
       name: of the labels.
       by: how many tokens to look ahead.
       ignored: the label where there is none; it must not be a token id.
@@ -144,20 +186,33 @@ class Labels(grain.transforms.Map):
 
     def map(self, element: Element) -> Element:
         _check_source_order(element, "labels are taken")
+        if self.name in element:
+            raise ValueError(f"there is a {self.name!r} already; labels need another name")
         x, ids = _array(element, self.tokens), segment_ids_of(element, self.tokens)
-        rows, row_ids = (np.atleast_2d(np.asarray(y)) for y in (x, ids))
-        labels = lookahead(
-            rows, Contiguous(1), self.by, segment_ids=row_ids, fill=self.ignored
-        ).reshape(np.shape(x))
-        there = lookahead(
-            np.ones_like(row_ids), Contiguous(1), self.by, segment_ids=row_ids, fill=0
-        ).reshape(np.shape(x))
+        if x.shape != ids.shape:
+            raise ValueError(
+                f"{self.tokens!r} has shape {x.shape} and its segment ids {ids.shape}; labels need "
+                "token ids, [sequence] or [batch, sequence]"
+            )
+        labels, there = (
+            lookahead(
+                np.atleast_2d(y), Contiguous(1), self.by, segment_ids=np.atleast_2d(ids), fill=fill
+            ).reshape(x.shape)
+            for y, fill in ((x, self.ignored), (np.ones_like(ids), 0))
+        )
         if (labels[there == 1] == self.ignored).any():
             raise ValueError(
                 f"{self.tokens!r} holds the token id {self.ignored}, which marks what has no "
                 f"label: another `ignored`, such as {IGNORED_LABEL}, is needed"
             )
-        return {**element, self.name: labels, f"{self.name}_loss_mask": there.astype(np.int32)}
+        added = {self.name: labels, f"{self.name}_loss_mask": there.astype(np.int32)}
+        for ids_suffix, positions_suffix in _SUFFIXES.values():
+            if f"{self.tokens}{ids_suffix}" in element:
+                added[f"{self.name}{ids_suffix}"] = ids * there
+            if f"{self.tokens}{positions_suffix}" in element:
+                positions = np.asarray(element[f"{self.tokens}{positions_suffix}"])
+                added[f"{self.name}{positions_suffix}"] = positions
+        return {**element, **added}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +231,10 @@ class Balance(grain.transforms.Map):
     ranks: int
     chunks_per_rank: int = 16
     tokens: str = "inputs"
+
+    def __post_init__(self) -> None:
+        at_least_one("ranks", self.ranks)
+        at_least_one("chunks_per_rank", self.chunks_per_rank)
 
     def map(self, element: Element) -> Element:
         _check_source_order(element, "rows are balanced")
@@ -198,19 +257,27 @@ class Balance(grain.transforms.Map):
 class Reorder(grain.transforms.Map):
     """Carries every array of the sequence into the order of the layout, or of `Balance`.
 
-    Arrays whose `axis` is as long as that of `tokens` are carried; others stay. Adds
-    `source_positions`, [..., sequence]: attention takes it where rows differ, and
+    The sequence is the last axis of `tokens`: axis 0 of rows, axis 1 of batches of rows. Arrays
+    that are as long there are carried along that axis, those in dictionaries within too; others
+    stay. Adds `source_positions`, shaped as the tokens: attention takes it where rows differ, and
     `plait.testing.check_order` where someone doubts.
 
     Attributes:
       layout: the layout; None: the order that `Balance` found for each row.
-      axis: the sequence axis: 0 for rows, 1 for batches of rows.
-      tokens: the array that says how long the sequence is.
+      tokens: the array of token ids.
+      skip: names of arrays that are as long and stay all the same.
     """
 
     layout: Layout | None = None
-    axis: int = 0
     tokens: str = "inputs"
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout | None):
+            raise TypeError(
+                f"layout is {self.layout!r:.60}; it needs to be a layout, such as Zigzag(8), or "
+                "None after Balance"
+            )
 
     def map(self, element: Element) -> Element:
         _check_source_order(element, "rows are reordered")
@@ -222,15 +289,37 @@ class Reorder(grain.transforms.Map):
                 if order is None
                 else "Reorder has a layout and Balance came before it: drop one of the two"
             )
-        length = tokens.shape[self.axis]
+        if tokens.ndim not in (1, 2):
+            raise ValueError(
+                f"{self.tokens!r} has shape {tokens.shape}; it needs to be [sequence] or "
+                "[batch, sequence]"
+            )
         if self.layout is not None:
-            positions = self.layout.positions(length)
-            order = np.broadcast_to(positions, (*tokens.shape[: self.axis], length))
-        moved = {
-            name: _carried(x, order, self.axis) if _has_length(x, self.axis, length) else x
-            for name, x in element.items()
-        }
-        return {**moved, SOURCE_POSITIONS: np.array(order, np.int32)}
+            order = np.broadcast_to(self.layout.positions(tokens.shape[-1]), tokens.shape)
+        order = np.array(order, np.int32)
+        if order.shape != tokens.shape:
+            raise ValueError(
+                f"Balance saw rows of shape {order.shape} and Reorder sees {tokens.shape}: nothing "
+                "between the two may cut or join rows"
+            )
+        return {**self._carried(element, order), SOURCE_POSITIONS: order}
+
+    def _carried(self, element: Element, order: np.ndarray) -> Element:
+        axis, length = order.ndim - 1, order.shape[-1]
+        carried: Element = {}
+        for name, x in element.items():
+            if isinstance(x, dict):
+                carried[name] = self._carried(x, order)
+                continue
+            shape = np.shape(x)
+            fits = shape[: axis + 1] == order.shape
+            if not fits and any(f"{name}{suffix}" in element for suffix, _ in _SUFFIXES.values()):
+                raise ValueError(
+                    f"{name!r} has shape {shape} and segment ids of its own, and {self.tokens!r} "
+                    f"rows of {length} tokens: an order for one does not fit the other"
+                )
+            carried[name] = _carried(x, order, axis) if fits and name not in self.skip else x
+        return carried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,17 +355,24 @@ def segment_ids_of(element: Mapping[str, Any], name: str) -> Any:
     >>> segment_ids_of({"inputs_segmentation": np.array([1, 1, 2, 0])}, "inputs")
     array([1, 1, 2, 0])
     """
-    for suffix, _ in _SUFFIXES.values():
-        if f"{name}{suffix}" in element:
-            ids = np.asarray(element[f"{name}{suffix}"])
-            _check_grouped(ids, f"{name}{suffix}")
-            return ids
+    found = [f"{name}{suffix}" for suffix, _ in _SUFFIXES.values() if f"{name}{suffix}" in element]
+    if len(found) > 1:
+        raise ValueError(f"there are both {found[0]!r} and {found[1]!r}; drop one of the two")
+    if found:
+        ids = np.asarray(element[found[0]])
+        _check_grouped(ids, found[0])
+        return ids
     wanted = " or ".join(repr(f"{name}{suffix}") for suffix, _ in _SUFFIXES.values())
     raise KeyError(f"there is no {wanted}; the element has {sorted(element)}")
 
 
 def _check_grouped(ids: np.ndarray, name: str) -> None:
     """ValueError where the tokens of a document do not lie together."""
+    if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or (ids < 0).any():
+        raise ValueError(
+            f"{name!r} is {ids.dtype}{list(ids.shape)} with least {ids.min(initial=0)}; it needs "
+            "integers from 1, and 0 for padding, [sequence] or [batch, sequence]"
+        )
     for number, row in enumerate(np.atleast_2d(ids)):
         starts = row[np.flatnonzero(np.diff(row, prepend=row[:1] - 1))]
         found, counts = np.unique(starts[starts != 0], return_counts=True)
@@ -294,13 +390,9 @@ def _array(element: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _check_source_order(element: Mapping[str, Any], what: str) -> None:
-    if SOURCE_POSITIONS in element:
+    positions = element.get(SOURCE_POSITIONS)
+    if positions is not None and (np.diff(positions, axis=-1) != 1).any():
         raise ValueError(f"{what} in source order, and Reorder came before: put it last")
-
-
-def _has_length(x: Any, axis: int, length: int) -> bool:
-    shape = np.shape(x)
-    return len(shape) > axis and shape[axis] == length
 
 
 def _carried(x: Any, order: np.ndarray, axis: int) -> np.ndarray:

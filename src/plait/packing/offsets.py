@@ -22,7 +22,7 @@ def lengths_of(offsets: Any) -> np.ndarray:
     >>> lengths_of([0, 16, 40, 40, 40]).tolist()
     [16, 24]
     """
-    ends = np.asarray(as_int32(offsets, "offsets"))
+    ends = as_int32(np.asarray(offsets), "offsets")
     if ends.ndim != 1 or ends.size < 2 or ends[0] != 0:
         raise ValueError(
             f"offsets is {ends.tolist()!r:.60}; it needs to be a list of at least two that starts "

@@ -67,7 +67,7 @@ def assert_layout_invariant(
         and where both are the same infinity; other dtypes need to be equal. Default of rtol: 1e-4
         or four times the precision (eps) of the output's dtype, whichever is more; a float32
         output of a bfloat16 model needs more than that. Default of atol: rtol times the root mean
-        square of the output.
+        square of the output, in which no value counts for more than 1000 times the median.
 
     Raises:
       AssertionError: the first output that differs, by name, with the layout, the first source
@@ -90,6 +90,11 @@ at source positions 4 and 12 (rtol 0.0001, atol 0.000796)
     names = as_names(axis_name)
     length = _sequence_length(batch, axis)
     wanted_layouts = _layouts(layouts, ranks, mesh, names, length)
+    if all(layout.ranks == 1 for layout in wanted_layouts):
+        raise ValueError(
+            "every layout has 1 rank, which leaves nothing to differ; at least 2 are needed: more "
+            "devices, or axis_name=None and ranks=2"
+        )
     handles = [
         ContextParallel(layout, axis_name, batch_axes=batch_axes, head_axes=head_axes)
         for layout in (Contiguous(1), *wanted_layouts)
