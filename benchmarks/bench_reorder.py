@@ -374,7 +374,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
     parser.add_argument(
-        "--from", dest="earlier", type=pathlib.Path, help="take figures from this file, run nothing"
+        "--from",
+        dest="earlier",
+        type=pathlib.Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="run nothing: take the figures of these files, the last of each kind",
     )
     parser.add_argument("--docs", action="store_true", help="rewrite the tables of docs/")
 
@@ -383,7 +389,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Check every form, compare them, print, and write what was asked for."""
     pages.check_writable("plait bench reorder", arguments.json)
     if arguments.earlier:
-        results = pages.read("plait bench reorder", arguments.earlier, "static")
+        results = _joined(
+            [pages.read("plait bench reorder", f, "static") for f in arguments.earlier]
+        )
     else:
         results = _measure(arguments)
     if arguments.json:
@@ -391,6 +399,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.docs:
         pages.rewrite(pages.DOCS / "performance.md", "bench reorder", page(results))
     return 0
+
+
+def _joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one: what a later one has, static figures or times, replaces an earlier's."""
+    joined: dict[str, Any] = {"static": [], "timed": []}
+    for run in runs:
+        for kind in ("static", "timed"):
+            if run[kind]:
+                joined = {**joined, **run, "static": joined["static"], "timed": joined["timed"]}
+                joined |= {kind: run[kind], f"{kind}_date": run["date"]}
+    return joined
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -417,6 +436,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "static": [],
         "timed": [],
     }
+    results["static_date"] = results["timed_date"] = results["date"]
     if both or arguments.static:
         for case in chosen:
             results["static"].append(_show(compile_case(case)))
@@ -478,8 +498,8 @@ def _static_page(results: dict[str, Any]) -> str:
     forms = {"sharded": [*SHARDED, "plait half swap"], "local": [*LOCAL]}
     gathers = ["no reorder", "take", "strided", "plait"]
     text = [
-        f"Compiled on {results['date']} with jax {results['jax']}, libtpu {results['libtpu']}: the "
-        "compilers' static figures, not clocks.",
+        f"Compiled on {results['static_date']} with jax {results['jax']}, libtpu "
+        f"{results['libtpu']}: the compilers' static figures, not clocks.",
         "### Sharded, v5p:4x4x8, 128 ranks, 128K tokens",
         "Bytes of HBM in shards (to read and write a shard once is 2); in brackets collectives in "
         "serial stages. The larger of reorder and restore, forward and backward.",
@@ -563,9 +583,10 @@ def _timed_page(results: dict[str, Any]) -> str:
         return ""
     text = [
         "### By the clock",
-        f"Timed on {results['device']} ({results['cores']} cores), medians as ratios to a plain "
-        "copy of the same bytes, taken by turns in the same run, with the quartiles. Forward, the "
-        "larger median of reorder and restore; the programs of the derivative are the same moves.",
+        f"Timed on {results['timed_date']} on {results['device']} ({results['cores']} cores), "
+        "medians as ratios to a plain copy of the same bytes, taken by turns in the same run, with "
+        "the quartiles. Forward, the larger median of reorder and restore; the programs of the "
+        "derivative are the same moves.",
     ]
     for place in ("local", "sharded"):
         moves = [row for row in _of(rows, place) if not row["backward"]]

@@ -56,6 +56,26 @@ def check_moves(mesh):
             assert_shards(next_ids, oracle.lookahead(ids, layout, 1, -100))
 
 
+def check_placing(mesh):
+    """A batch of which this process has only what its own devices hold, the rest being -1."""
+    ranks = mesh.shape["context"]
+    cp = ContextParallel(HalfSwap(ranks), "context", batch_axes="data")
+    whole = np.arange(4 * 6 * 2 * ranks, dtype=np.int32).reshape(4, -1)
+    orders = np.stack([np.random.default_rng(row).permutation(whole.shape[1]) for row in range(4)])
+    sharding = NamedSharding(mesh, P("data", "context"))
+    fixed = np.broadcast_to(cp.source_positions(whole.shape[1]), whole.shape)
+    for positions in (None, orders):
+        order = fixed if positions is None else positions
+        mine = np.full_like(whole, -1)
+        for rows, slots in sharding.addressable_devices_indices_map(whole.shape).values():
+            for row in range(4)[rows]:
+                held = order[row, slots]
+                mine[row, held] = whole[row, held]
+        assert jax.process_count() == 1 or (mine == -1).any()
+        moved = cp.device_put(mine, mesh, source_positions=positions)
+        assert_shards(moved, np.take_along_axis(whole, order, axis=1))
+
+
 def training_step(mesh):
     """Loss, gradient norm and checksums of the updated weights: one step of a one-layer model."""
     layout = Zigzag(mesh.shape["context"])
@@ -97,6 +117,7 @@ def training_step(mesh):
 
 
 def run_step(with_moves):
+    check_placing(mesh_of(2, 2, 2))
     results = {"2x2x2": training_step(mesh_of(2, 2, 2))}
     if with_moves:
         check_moves(mesh_of(8))

@@ -7,9 +7,10 @@ import pytest
 
 import one_process
 from plait.cli.processes import on_loopback
+from sweeps import slow
 
 
-@pytest.mark.parametrize(("count", "also"), [(2, ["--moves"]), (4, [])])
+@pytest.mark.parametrize(("count", "also"), [slow(2, ["--moves"]), (4, [])])
 def test_real_processes_agree_with_one(capsys, count, also):
     program = [sys.executable, str(pathlib.Path(one_process.__file__)), "step", *also]
     status = on_loopback("test", [*program, "--processes", str(count)], count, 8 // count)

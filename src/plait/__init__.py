@@ -22,6 +22,7 @@ from plait.lookahead import lookahead
 from plait.mask import Causal, Chunked, Full, Mask, PrefixLM, SlidingWindow
 from plait.names import ATTENDED, GATHERED, RELAID
 from plait.padding import pad, unpad
+from plait.placing import device_put
 from plait.positions import segment_positions, source_positions
 from plait.reduce import sum_and_count
 from plait.select import select
@@ -54,6 +55,7 @@ __all__ = [
     "choose_kernel",
     "choose_strategy",
     "count_blocks",
+    "device_put",
     "lookahead",
     "pad",
     "relayout",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from plait import exchange, padding
 from plait.attention import Strategy, attention
@@ -16,6 +17,7 @@ from plait.layout import Layout
 from plait.lookahead import lookahead
 from plait.mask import Mask
 from plait.mesh import AnyMesh, AxisName, as_entry, as_names
+from plait.placing import device_put
 from plait.positions import source_positions
 from plait.reduce import sum_and_count
 from plait.select import select
@@ -196,6 +198,20 @@ class ContextParallel:
             axis_name=self.axis_name,
             mesh=mesh,
             local=local,
+        )
+
+    def device_put(
+        self, tree: Any, mesh: Mesh, axis: Axis = 1, *, source_positions: Any = None
+    ) -> Any:
+        """A host's batch as global arrays in the order of the layout; see `plait.device_put`."""
+        return device_put(
+            tree,
+            self.layout,
+            mesh,
+            axis=axis,
+            axis_name=self.axis_name,
+            batch_axes=self.batch_axes,
+            source_positions=source_positions,
         )
 
     def pad(self, tree: Any, fill: Any, axis: Axis = 1) -> Any:

@@ -135,6 +135,10 @@ class Layout(abc.ABC):
         ([10, 26], [18, 18])
         """
         length = self.check_length(sequence_length)
+        if not hasattr(mask, "keys_seen"):
+            raise TypeError(
+                f"mask is a {type(mask).__name__}; it needs to be a plait.Mask, such as Causal()"
+            )
         ids = np.ones(length, np.int32) if segment_ids is None else np.asarray(segment_ids)
         if ids.shape[-1:] != (length,) or ids.ndim > 2:
             raise ValueError(

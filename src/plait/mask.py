@@ -234,6 +234,11 @@ def check_mask(mask: Any, sequence_length: int) -> None:
         raise TypeError(
             f"mask {type(mask).__name__} cannot be hashed; make it a frozen dataclass of numbers"
         ) from None
+    if sequence_length > _FAR:
+        raise ValueError(
+            f"the sequence has {sequence_length} tokens; masks need int32 to hold any position and "
+            f"window: at most {_FAR}"
+        )
     _check_ends_rise(mask, sequence_length)
 
 

@@ -23,13 +23,15 @@ from plait import (
     Striped,
     Zigzag,
 )
+from plait.mask import check_mask
+from sweeps import slow
 from test_layout import layouts
 
 SMALL = Blockwise(q_block=32, k_block=32)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, slow(8)])
+@pytest.mark.parametrize("packed", [slow(False), True])
 def test_equals_float64_on_every_layout(ranks, packed, mesh_of, rng):
     for layout in [*layouts(ranks)[:4], layouts(ranks)[5]]:
         length = layout.multiple * max(1, 192 // layout.multiple)
@@ -466,3 +468,19 @@ def test_errors_name_what_is_wrong(mesh_of):
         lambda x: attend(x, x, x), mesh=mesh_of(2), in_specs=P(None, "context"), out_specs=P()
     )
     refused(lambda: jax.jit(manual)(x), "manual over ['context']")
+    refused(lambda: on_mesh(x, x, x, batch_axes="context"), "'context'", "share a mesh axis")
+    refused(lambda: Zigzag(4).work(16, "causal"), "mask is a str", "Causal()", error=TypeError)
+    refused(lambda: check_mask(Causal(), 2**30 + 1), str(2**30 + 1), str(2**30))
+
+
+def test_local_attention_over_explicit_axes(rng):
+    """The batch is sharded, the sequence is not; and heads may be named that no type shards."""
+    explicit = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=explicit)
+    q, k, v, _ = inputs(rng, 2, 32, heads=3, kv_heads=3)
+    wanted = plait.attention(q, k, v, Zigzag(2))
+    with jax.set_mesh(mesh):
+        moved = [jax.device_put(x, P("data")) for x in (q, k, v)]
+        for options in ({"local": True, "axis_name": "context"}, {"head_axes": "tensor"}):
+            found = plait.attention(*moved, Zigzag(2), **options)
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

@@ -35,6 +35,7 @@ from plait import (
 from plait.attention.cost import pairs_by_shift
 from plait.attention.kernels import Scores, Tags, attend, blockwise, merge
 from plait.attention.strategies.ring import needed_shifts
+from sweeps import every, slow
 
 _spec = importlib.util.spec_from_file_location(
     "matrix", pathlib.Path(__file__).with_name("matrix.py")
@@ -105,7 +106,7 @@ def check(cell, rng):
         assert error < 1e-2
 
 
-@pytest.mark.parametrize("cell", matrix.PAIRS, ids=str)
+@pytest.mark.parametrize("cell", every(3, matrix.PAIRS), ids=str)
 def test_every_pair_of_choices_equals_float64(cell, rng):
     check(cell, rng)
 
@@ -116,7 +117,9 @@ def test_every_three_choices_equal_float64(cell, rng):
     check(cell, rng)
 
 
-@pytest.mark.parametrize("layout", [Zigzag(8), HalfSwap(8), Zigzag(5), HalfSwap(3)], ids=repr)
+@pytest.mark.parametrize(
+    "layout", [slow(Zigzag(8)), HalfSwap(8), Zigzag(5), slow(HalfSwap(3))], ids=repr
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_ring_of_any_number_of_ranks(layout, packed, mesh_of, rng):
     """No rule that the length be a multiple of the ranks squared: 5 and 8 ranks of 6 tokens."""
@@ -241,7 +244,7 @@ def test_two_empty_parts_merge_to_an_empty_one():
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ring", "usp"])
+@pytest.mark.parametrize("strategy", [slow("all_gather"), "ring", slow("usp")])
 def test_the_pallas_kernels_serve_every_strategy(strategy, rng):
     """Interpreted; float32 partial results and gradients of a ring among them."""
     layout = Zigzag(4)
@@ -288,7 +291,7 @@ def test_a_rank_without_a_real_token(strategy, mesh_of, rng):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
 def test_inside_the_users_shard_map(strategy, check_vma, rng):
     layout = Zigzag(4)
@@ -455,6 +458,13 @@ def test_estimates_where_positions_are_data():
         least = 512 * 8 * 131072**2 / 2 / 8 / 459e12
         assert all(e.seconds > 0.99 * least for e in choice.estimates), str(choice)
     refused(lambda: choose_strategy(Zigzag(4), 64, shapes, axis_sizes=(2, 4)), "8 devices", "4")
+    assert choose_strategy(Zigzag(4), 64, shapes, axis_sizes=[2, 2]).estimates
+    refused(lambda: choose_strategy(Zigzag(4), 65, shapes), "65", "72")
+    refused(
+        lambda: choose_strategy(Zigzag(4), 64, shapes, mask="causal"), "Causal()", error=TypeError
+    )
+    refused(lambda: Shapes(1, 8, 0, 4, 4), "kv_heads is 0")
+    refused(lambda: Shapes(1, 8, 3, 4, 4), "kv_heads 3", "divide", "1")
 
 
 def test_numbers_and_ids_that_make_no_sense():

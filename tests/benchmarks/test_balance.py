@@ -100,6 +100,7 @@ def test_the_page_is_rewritten_from_a_file(tmp_path, monkeypatch, capsys):
     assert "BELOW 1.4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_linux
 def test_what_is_sampled(tmp_path):
     """Every part at a tiny size: which ranks, ways, layouts and rounds, and how many blocks."""

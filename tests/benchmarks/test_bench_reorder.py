@@ -72,7 +72,20 @@ def test_the_page_says_what_was_measured(tmp_path):
         {**row, "topology": "h200:1x1x8"},
     ]
     results = {"date": "today", "jax": jax.__version__, "libtpu": "none", "static": static}
-    text = bench_reorder.page({**results, "timed": []})
+    joined = bench_reorder._joined(
+        [{**results, "timed": [1]}, {"date": "later", "jax": "9", "static": [], "timed": []}]
+    )
+    assert (joined["jax"], joined["static_date"], joined["timed"]) == (
+        jax.__version__,
+        "today",
+        [1],
+    )
+    again = bench_reorder._joined(
+        [joined, {**results, "date": "later", "static": [], "timed": [2]}]
+    )
+    assert (again["static"], again["timed"]) == (static, [2])
+    assert (again["static_date"], again["timed_date"]) == ("today", "later")
+    text = bench_reorder.page({**joined, "timed": []})
     assert "| latent [1,S,576] |  |  |  |  | 12.35 (2 in 1) |  |" in text
     assert "### h200, other sizes" in text
     assert "latent [1,S,576], 8 ranks, 0K" in text

@@ -14,6 +14,7 @@ def test_the_table_by_hand():
     assert text.endswith(line), text
 
 
+@pytest.mark.slow
 def test_a_layer_counts_its_collectives(monkeypatch):
     """Compiled for virtual CPU devices: keys and values, at 2 heads of 8 in float32 or less."""
     pytest.importorskip("google.protobuf", reason="protobuf: pip install 'plait[audit]'")

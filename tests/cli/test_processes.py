@@ -121,6 +121,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_the_demo_agrees(tmp_path):
     command = plait(*SMALL, "--out", str(tmp_path))
     out, err = command.communicate(timeout=240)

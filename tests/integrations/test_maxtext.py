@@ -26,6 +26,7 @@ from plait.integrations.maxtext import (
     reorder_sequence,
     roll_and_mask,
 )
+from sweeps import slow
 
 STATIC = ("cp_size", "seq_dim", "to_contiguous")
 DTYPES = [
@@ -371,8 +372,8 @@ LAYOUTS = [
     ReorderStrategy.DUAL_CHUNK_SWAP.layout(2),
     ReorderStrategy.DUAL_CHUNK_SWAP.layout(8),
     Zigzag(3),
-    ReorderStrategy.STRIPED.layout(3),
-    ReorderStrategy.STRIPED.layout(4),
+    slow(ReorderStrategy.STRIPED.layout(3)),
+    slow(ReorderStrategy.STRIPED.layout(4)),
 ]
 
 

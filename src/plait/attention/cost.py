@@ -11,7 +11,7 @@ import numpy as np
 
 from plait.attention.strategies.ring import is_nested, needed_shifts
 from plait.attention.strategies.ulysses import group_layout
-from plait.layout import Contiguous, Layout
+from plait.layout import Contiguous, Layout, at_least_one
 from plait.mask import BlockBounds, Causal, Mask, block_map, check_mask, full_blocks
 
 BLOCKS_PER_RANK = 16
@@ -81,8 +81,17 @@ class Shapes:
     v_head_dim: int
     itemsize: int = 2
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            number = at_least_one(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, number)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads is {self.heads} and kv_heads {self.kv_heads}; kv_heads needs to divide "
+                f"heads, such as {math.gcd(self.heads, self.kv_heads)}"
+            )
 
-@functools.lru_cache(maxsize=256)
+
 def choose_strategy(
     layout: Layout,
     sequence_length: int,
@@ -127,14 +136,21 @@ def choose_strategy(
     """
     mask = Causal() if mask is None else mask
     machine = Machine() if machine is None else machine
-    sizes = (layout.ranks,) if axis_sizes is None else axis_sizes
+    sizes = (layout.ranks,) if axis_sizes is None else tuple(axis_sizes)
     if math.prod(sizes) != layout.ranks:
         raise ValueError(
             f"axis_sizes is {sizes}, {math.prod(sizes)} devices; {layout!r} needs {layout.ranks}, "
             f"such as {(layout.ranks,)}"
         )
-    check_mask(mask, sequence_length)
-    model = _Model(layout, sequence_length, shapes, mask, machine, positions_are_data)
+    length = at_least_one("sequence_length", sequence_length)
+    check_mask(mask, length)
+    if not positions_are_data:
+        layout.check_length(length)
+    return _choose(_Model(layout, length, shapes, mask, machine, positions_are_data), sizes)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(model: _Model, sizes: tuple[int, ...]) -> Choice:
     estimates = (model.all_gather(), model.ulysses(), model.ring(), model.usp(sizes))
     possible = [e for e in estimates if e.why_not is None]
     return Choice(min(possible, key=lambda e: e.seconds).strategy, estimates)

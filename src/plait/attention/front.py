@@ -33,6 +33,7 @@ from plait.mesh import (
     is_inside,
     is_vmapped,
     lay_out,
+    manual_axes,
     typed_spec,
 )
 from plait.tree import as_int32
@@ -149,9 +150,16 @@ def attention(
         _check_manual(q)
         return call.run(q, k, v, ids, positions, sinks, axes)
     batch, heads = as_names(batch_axes), as_names(head_axes)
-    if local:
+    if local and manual_axes():
         _check_strategy(strategy, q, k, names, 1, None)
         return call.run(q, k, v, ids, positions, sinks, None)
+    if local:
+        names = ()
+    if len({*names, *batch, *heads}) < len((*names, *batch, *heads)):
+        raise ValueError(
+            f"axis_name {as_entry(names)!r}, batch_axes {as_entry(batch)!r} and head_axes "
+            f"{as_entry(heads)!r} share a mesh axis; each axis can shard one of them"
+        )
     if not (names or batch or heads or any(typed_spec(jnp.asarray(q)))):
         _check_strategy(strategy, q, k, names, 1, None)
         return _on_one_device(call)(q, k, v, ids, positions, sinks)
@@ -159,8 +167,8 @@ def attention(
     if names:
         axes = Axes.on(mesh, names)
         check_ranks(layout, axes.size, names)
-    _check_divides(q, k, mesh, names, batch, heads)
     specs = [_head_spec(x, mesh, batch, names, heads) for x in (q, k, v)]
+    _check_divides(q, k, mesh, specs[0])
     if len({(spec[0], spec[2]) for spec in specs}) > 1:
         raise ValueError(
             f"q, k and v are sharded as {specs[0]}, {specs[1]} and {specs[2]}; batch and heads "
@@ -394,7 +402,8 @@ def _check_shapes(q: Any, k: Any, v: Any, ids: Any, positions: Any, mask: Any) -
         )
 
 
-def _check_divides(q: Any, k: Any, mesh: AnyMesh, names: tuple, batch: tuple, heads: tuple) -> None:
+def _check_divides(q: Any, k: Any, mesh: AnyMesh, spec: PartitionSpec) -> None:
+    batch, names, heads = (as_names(entry) for entry in spec[:3])
     wanted = (
         ("batch", q.shape[0], batch),
         ("sequence", q.shape[1], names),

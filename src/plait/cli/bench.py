@@ -18,6 +18,7 @@ _BENCHMARKS = {
     "attention": "Strategies of attention at 128K: memory and communication, compiled for a TPU.",
     "reorder": "Moves between source order and zigzag: plait beside what the field runs.",
     "balance": "Time of the busiest rank: contiguous beside the layouts that balance.",
+    "sparse": "DeepSeek sparse attention from 8K to 1M tokens: balance and memory.",
     "step": "One attention layer's step at 128K, and the share that the reorder takes of it.",
 }
 
