@@ -1,0 +1,103 @@
+"""The layouts that a plan compares, and the rows of documents in each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from plait.cli.arguments import LAYOUTS
+from plait.layout import Layout, Placed
+from plait.packing import balance_segments
+
+CHUNKS_PER_RANK = 16
+"""Of a balanced layout, at most: blocks for kernels would become small."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """One row of documents in a layout.
+
+    Attributes:
+      segment_ids: int32 in source order, [tokens of the row]; 0 is padding.
+    """
+
+    layout: Layout
+    segment_ids: np.ndarray
+
+    @property
+    def padding(self) -> int:
+        """Tokens of padding."""
+        return int((self.segment_ids == 0).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A kind of layout.
+
+    Attributes:
+      lay_out: the row of documents of given lengths, for a sequence length.
+      per_batch: each batch has its own layout, and source positions go into attention as data.
+    """
+
+    name: str
+    lay_out: Callable[[np.ndarray, int], Row]
+    per_batch: bool = False
+
+
+def candidates(ranks: int, has_documents: bool) -> list[Candidate]:
+    """What there is to choose from; without documents nothing that goes by them.
+
+    >>> [candidate.name for candidate in candidates(4, has_documents=True)]
+    ['contiguous', 'zigzag', 'half-swap', 'striped', 'zigzag documents', 'balanced']
+    """
+
+    def fixed(layout: Layout) -> Callable[[np.ndarray, int], Row]:
+        return lambda lengths, total: Row(layout, segment_ids(lengths, lengths, total))
+
+    found = [Candidate(name, fixed(layout(ranks))) for name, layout in LAYOUTS.items()]
+    if has_documents:
+        found += [
+            Candidate("zigzag documents", lambda *row: _zigzag(*row, ranks), per_batch=True),
+            Candidate("balanced", lambda *row: _balanced(*row, ranks), per_batch=True),
+        ]
+    return found
+
+
+def segment_ids(lengths: Sequence[int] | np.ndarray, room: np.ndarray, total: int) -> np.ndarray:
+    """Ids 1, 2, 3 of documents that each stand at the start of their room; 0 is padding.
+
+    >>> segment_ids([3, 1], np.array([4, 2]), 8).tolist()
+    [1, 1, 1, 0, 2, 0, 0, 0]
+    """
+    ids = np.zeros(total, np.int32)
+    starts = np.cumsum(room) - room
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True), 1):
+        ids[start : start + length] = number
+    return ids
+
+
+def chunk_of(ranks: int, sequence_length: int) -> int:
+    """Tokens in a chunk of a balanced layout: of equal ones the most that are 16 a rank or fewer.
+
+    >>> chunk_of(4, 4096), chunk_of(4, 40)
+    (64, 1)
+    """
+    share = sequence_length // ranks
+    chunks = next(c for c in range(min(CHUNKS_PER_RANK, share), 0, -1) if share % c == 0)
+    return share // chunks
+
+
+def _balanced(lengths: np.ndarray, total: int, ranks: int) -> Row:
+    ids = segment_ids(lengths, lengths, total)
+    return Row(balance_segments(ids, ranks, chunk=chunk_of(ranks, total)).layout, ids)
+
+
+def _zigzag(lengths: np.ndarray, total: int, ranks: int) -> Row:
+    """Documents padded to a multiple of two pieces a rank; the row grows where it must."""
+    step = 2 * ranks
+    room = -(-lengths // step) * step
+    longer = max(total, int(room.sum()))
+    layout = Placed.zigzag_documents([*room.tolist(), longer - int(room.sum())], ranks)
+    return Row(layout, segment_ids(lengths, room, longer))
