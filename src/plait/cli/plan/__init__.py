@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import plait
 from plait.attention.cost import Machine, Prices, Shapes
+from plait.attention.kernels import Blockwise
 from plait.cli.arguments import UserError, integer, number, require_extra, writable
-from plait.cli.figures import Column, megabytes, table
-from plait.cli.plan.code import code
+from plait.cli.plan.compare import make_plan
 from plait.cli.plan.documents import (
+    SPARE,
     Packed,
     distribution,
     draw,
@@ -25,26 +22,14 @@ from plait.cli.plan.documents import (
     pack_rows,
     sample,
 )
-from plait.cli.plan.estimates import (
-    Option,
-    Recommendation,
-    estimate,
-    recommend,
-    refusals,
-)
 from plait.cli.plan.files import LENGTH, TOKENS, Reader
-from plait.cli.plan.layouts import Candidate, Row, candidates
-from plait.cli.plan.pairs import pairs_between_ranks
+from plait.cli.plan.report import as_json, as_text
 from plait.cli.progress import Progress
 
 COMMAND = "plait plan"
-MOST_RANKS, MOST_TOKENS = 4096, 2**26
+MOST_RANKS, MOST_TOKENS = 4096, 2**24
 MOST_PACKS = 1000
 PICTURES = (".png", ".svg")
-TRAINING = 3
-"""FLOPs of forward and backward over those of forward: two products of matrices, and four more."""
-
-WIDTH = 100
 
 
 def add_command(commands: Any) -> None:
@@ -83,8 +68,8 @@ def add_command(commands: Any) -> None:
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="their lengths: .txt, one a line; .npy; or .jsonl or .parquet with a column of lengths "
-        "or of text",
+        help="their lengths: .txt, one a line; .npy; or .jsonl or .parquet with a column of "
+        "lengths or of text",
     )
     documents.add_argument(
         "--tokenized",
@@ -125,6 +110,12 @@ def add_command(commands: Any) -> None:
         default=0,
         help="of what is drawn (default: 0)",
     )
+    parser.add_argument(
+        "--tile",
+        default="256,256",
+        metavar="Q,K",
+        help="blocks of queries and keys that the kernel computes whole (default: 256,256)",
+    )
     shapes = parser.add_argument_group("attention, of one device and one layer")
     for name, default, what in (
         ("heads", 64, "of queries"),
@@ -162,49 +153,31 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Laid:
-    """All rows in one layout; pairs are int64 [rows, ranks]."""
-
-    candidate: Candidate
-    first: Row
-    pairs: np.ndarray
-    padding: float
-    options: list[Option]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     axes = _axes(arguments)
-    shapes, machine = _shapes(arguments), _machine(arguments)
+    prices = Prices(
+        arguments.ranks, arguments.sequence_length, _shapes(arguments), _machine(arguments)
+    )
     _check_length(arguments)
+    kernel = Blockwise(*_pair("--tile", arguments.tile, "256,256"))
     json_path, picture_path = _outputs(arguments)
-    packed, said = _documents(arguments)
-
-    inner = axes[1] if axes else None
-    prices = Prices(arguments.ranks, arguments.sequence_length, shapes, machine)
-    refused = refusals(prices, inner)
-    strategies = [name for name, why_not in refused.items() if why_not is None]
-    laid = _lay_out(arguments, packed, prices, inner, strategies)
-    options = [option for one in laid for option in one.options]
-    recommended = recommend(options, machine.memory_bytes)
-    program = _code(arguments, recommended, axes)
+    packed, source = _documents(arguments)
+    made = make_plan(packed, source, prices, kernel, axes)
 
     if arguments.json != "-":
-        print(_text(arguments, said, laid, prices, refused, recommended, program))
-    numbers = _numbers(arguments, said, packed, laid, prices, refused, recommended, program)
-    text = json.dumps(numbers, indent=1, allow_nan=False)
-    if arguments.json == "-":
-        print(text)
-    if json_path:
-        json_path.write_text(text + "\n")
-        print(f"\nNumbers: {json_path}")
+        print(as_text(made))
+    if arguments.json:
+        numbers = json.dumps(as_json(made), indent=1, allow_nan=False)
+        if json_path:
+            json_path.write_text(numbers + "\n")
+            print(f"\nNumbers: {json_path}")
+        else:
+            print(numbers)
     if picture_path:
         from plait.cli.plan.picture import draw as draw_picture
 
-        taken = recommended.option.layout if recommended.option else None
-        rows = {one.candidate.name: (one.first, one.pairs[0]) for one in laid}
-        draw_picture(rows, taken, len(packed.rows), picture_path)
+        draw_picture(made, picture_path)
         if arguments.json != "-":
             print(f"\nPicture: {picture_path}")
     return 0
@@ -213,19 +186,24 @@ def run(arguments: argparse.Namespace) -> int:
 def _axes(arguments: argparse.Namespace) -> tuple[int, int] | None:
     if arguments.axes is None:
         return None
-    sizes = arguments.axes.split(",")
     ranks = arguments.ranks
     works = next(size for size in (8, 4, 2, ranks) if ranks % size == 0)
-    if (
-        len(sizes) != 2
-        or not all(size.strip().isdecimal() for size in sizes)
-        or int(sizes[0]) * int(sizes[1]) != ranks
-    ):
+    sizes = _pair("--axes", arguments.axes, f"{ranks // works},{works}")
+    if sizes[0] * sizes[1] != ranks:
         raise UserError(
-            f"{COMMAND}: --axes is {arguments.axes!r}; it needs to be two sizes that make up "
-            f"--ranks {ranks}: {ranks // works},{works} works"
+            f"{COMMAND}: --axes is {arguments.axes!r}, {sizes[0] * sizes[1]} devices; it needs to "
+            f"make up --ranks {ranks}: {ranks // works},{works} works"
         )
-    return int(sizes[0]), int(sizes[1])
+    return sizes
+
+
+def _pair(flag: str, given: str, works: str) -> tuple[int, int]:
+    parts = [part.strip() for part in given.split(",")]
+    if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
+        raise UserError(
+            f"{COMMAND}: {flag} is {given!r}; it needs to be two integers above 0: {works} works"
+        )
+    return int(parts[0]), int(parts[1])
 
 
 def _shapes(arguments: argparse.Namespace) -> Shapes:
@@ -250,8 +228,8 @@ def _check_length(arguments: argparse.Namespace) -> None:
     if length % step:
         works = min(-(-length // step), MOST_TOKENS // step) * step
         raise UserError(
-            f"{COMMAND}: --sequence-length is {length}; zigzag over {arguments.ranks} ranks needs a "
-            f"multiple of {step}: {works} works"
+            f"{COMMAND}: --sequence-length is {length}; zigzag over {arguments.ranks} ranks needs "
+            f"a multiple of {step}: {works} works"
         )
 
 
@@ -278,8 +256,6 @@ def _documents(arguments: argparse.Namespace) -> tuple[Packed, str]:
     path = arguments.lengths or arguments.tokenized
     rng = np.random.default_rng(arguments.seed)
     if arguments.distribution:
-        from plait.cli.plan.documents import SPARE
-
         drawn = draw(arguments.distribution, int(SPARE * packs * length), length, rng)
         packed = pack_rows(drawn, packs, length, rng)
         return packed, (
@@ -328,185 +304,3 @@ def _packed(packed: Packed) -> str:
     cut = f", {packed.cut:,} longer than a row cut" if packed.cut else ""
     rows = len(packed.rows)
     return f"Rows looked at: {rows}, with {sum(map(len, packed.rows)):,} documents{cut}."
-
-
-def _lay_out(
-    arguments: argparse.Namespace,
-    packed: Packed,
-    prices: Prices,
-    inner: int | None,
-    strategies: list[str],
-) -> list[Laid]:
-    progress = Progress()
-    has_documents = any(len(row) > 1 for row in packed.rows)
-    laid = []
-    for candidate in candidates(arguments.ranks, has_documents):
-        measured, padding, tokens, first = [], 0, 0, None
-        for number_of, lengths in enumerate(packed.rows, 1):
-            progress(f"{candidate.name}: row {number_of} of {len(packed.rows)}")
-            row = candidate.lay_out(lengths, packed.sequence_length)
-            first = first or row
-            of_row = dataclasses.replace(prices, length=row.segment_ids.size)
-            measured.append((pairs_between_ranks(row.layout, row.segment_ids), of_row))
-            padding += row.padding
-            tokens += row.segment_ids.size
-        assert first
-        usable = [s for s in strategies if not candidate.per_batch or s in ("all_gather", "ring")]
-        laid.append(
-            Laid(
-                candidate,
-                first,
-                np.array([pairs.sum(axis=1) for pairs, _ in measured]),
-                padding / tokens,
-                estimate(candidate.name, measured, inner, usable),
-            )
-        )
-    progress.done()
-    return laid
-
-
-def _code(
-    arguments: argparse.Namespace, recommended: Recommendation, axes: tuple[int, int] | None
-) -> str | None:
-    if recommended.option is None:
-        return None
-    return code(
-        recommended.option.layout,
-        recommended.option.strategy,
-        arguments.ranks,
-        arguments.sequence_length,
-        has_documents=arguments.distribution is not None
-        or arguments.lengths is not None
-        or arguments.tokenized is not None,
-        axis_sizes=axes,
-    )
-
-
-def _text(
-    arguments: argparse.Namespace,
-    said: str,
-    laid: list[Laid],
-    prices: Prices,
-    refused: dict[str, str | None],
-    recommended: Recommendation,
-    program: str | None,
-) -> str:
-    memory = prices.machine.memory_bytes
-    columns = (
-        Column("busiest\n/ mean", lambda x: f"{x[1].waits:.3f}"),
-        Column("worst\nrow", lambda x: f"{x[1].worst:.3f}"),
-        Column("busiest,\nTFLOPs", lambda x: f"{prices.flops(_busiest(x[0])) / 1e12:,.4g}"),
-        Column("sends,\nMB", lambda x: megabytes(x[1].sent_bytes)),
-        Column("holds,\nMB", lambda x: megabytes(x[1].held_bytes)),
-        Column("padding", lambda x: f"{x[0].padding:.2%}"),
-        Column("estimate,\nms", lambda x: f"{1e3 * x[1].seconds:,.3f}"),
-        Column(
-            "",
-            lambda x: (
-                "recommended"
-                if x[1] is recommended.option
-                else "does not fit"
-                if x[1].held_bytes > memory
-                else ""
-            ),
-            is_text=True,
-        ),
-    )
-    rows = {option.name: (one, option) for one in laid for option in one.options}
-    mean = float(laid[0].pairs.mean())
-    shapes = prices.shapes
-    notes = [
-        f"Attention FLOPs of the mean rank, exact, of a layer and row: {_flops(prices, mean)} "
-        f"forward, {_flops(prices, TRAINING * mean)} in training, {TRAINING} times that. Times are "
-        "estimates by a stated model, of a layer's forward pass; nothing was run.",
-        *(
-            f"{strategy} cannot be had: {why_not}."
-            for strategy, why_not in refused.items()
-            if why_not
-        ),
-    ]
-    head = (
-        f"{arguments.ranks} ranks, rows of {arguments.sequence_length:,} tokens; {shapes.heads} "
-        f"heads, {shapes.kv_heads} of keys, of {shapes.head_dim} and {shapes.v_head_dim}, "
-        f"{shapes.itemsize} bytes a number; {arguments.peak:g} TFLOP/s, {arguments.network:g} "
-        f"GB/s, {arguments.memory:g} GiB."
-    )
-    name = recommended.option.name if recommended.option else None
-    advice = f"Recommended: {name}. {recommended.reason}" if name else recommended.reason
-    return "\n\n".join(
-        [
-            *(textwrap.fill(part, WIDTH) for part in (head, said)),
-            table(columns, rows, "layout, strategy"),
-            *(textwrap.fill(part, WIDTH) for part in (*notes, advice)),
-            *([textwrap.indent(program.rstrip(), "    ")] if program else []),
-        ]
-    )
-
-
-def _busiest(laid: Laid) -> float:
-    """Pairs of the busiest rank of a row, on average."""
-    return float(laid.pairs.max(axis=1).mean())
-
-
-def _flops(prices: Prices, pairs: float) -> str:
-    return f"{prices.flops(pairs) / 1e12:,.4g} TFLOPs"
-
-
-def _numbers(
-    arguments: argparse.Namespace,
-    said: str,
-    packed: Packed,
-    laid: list[Laid],
-    prices: Prices,
-    refused: dict[str, str | None],
-    recommended: Recommendation,
-    program: str | None,
-) -> dict[str, Any]:
-    """What was found as JSON types; lists are by row, or by row and rank."""
-    taken = recommended.option
-    forward = prices.flops(float(laid[0].pairs.mean()))
-    return {
-        "plait": plait.__version__,
-        "ranks": arguments.ranks,
-        "sequence_length": arguments.sequence_length,
-        "axes": arguments.axes,
-        "shapes": dataclasses.asdict(prices.shapes),
-        "machine": dataclasses.asdict(prices.machine),
-        "documents": {
-            "source": said,
-            "seed": arguments.seed,
-            "packed": packed.documents,
-            "cut": packed.cut,
-            "lengths": [row.tolist() for row in packed.rows],
-        },
-        "attention_flops_of_mean_rank": {"forward": forward, "training": TRAINING * forward},
-        "refused": {strategy: why_not for strategy, why_not in refused.items() if why_not},
-        "layouts": {
-            one.candidate.name: {
-                "per_batch": one.candidate.per_batch,
-                "padding": one.padding,
-                "visible_pairs": one.pairs.tolist(),
-                "forward_flops": [
-                    [prices.flops(pairs) for pairs in row] for row in one.pairs.tolist()
-                ],
-                "strategies": {
-                    option.strategy: {
-                        "busiest_over_mean": option.waits,
-                        "worst_busiest_over_mean": option.worst,
-                        "sent_bytes": option.sent_bytes,
-                        "held_bytes": option.held_bytes,
-                        "fits": option.held_bytes <= prices.machine.memory_bytes,
-                        "estimated_seconds": option.seconds,
-                    }
-                    for option in one.options
-                },
-            }
-            for one in laid
-        },
-        "recommended": {
-            "layout": taken.layout if taken else None,
-            "strategy": taken.strategy if taken else None,
-            "reason": recommended.reason,
-            "code": program,
-        },
-    }

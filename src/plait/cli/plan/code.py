@@ -9,7 +9,7 @@ _MESH = """\
 import jax
 {imports}
 
-mesh = jax.make_mesh({sizes}, {axes}, axis_types=(AxisType.Auto,) * {count})
+mesh = jax.make_mesh({sizes}, {axes}, axis_types=({types}))
 cp = ContextParallel({layout}, {axis_name})
 """
 
@@ -52,7 +52,7 @@ def put(documents):
 _ATTEND = '''
 
 def attend(q, k, v{parameters}):
-    """A layer's attention over arrays in the order of the layout, under jax.set_mesh(mesh)."""
+    """A layer's attention, in the order of the layout, under jax.set_mesh(mesh)."""
     return cp.attention(q, k, v{arguments}, strategy="{strategy}")
 '''
 
@@ -78,7 +78,7 @@ def code(
     <BLANKLINE>
     from plait import ContextParallel, Zigzag
     <BLANKLINE>
-    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,) * 1)
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
     cp = ContextParallel(Zigzag(8), "context")
     <BLANKLINE>
     <BLANKLINE>
@@ -88,7 +88,7 @@ def code(
     <BLANKLINE>
     <BLANKLINE>
     def attend(q, k, v):
-        \"""A layer's attention over arrays in the order of the layout, under jax.set_mesh(mesh).\"""
+        \"""A layer's attention, in the order of the layout, under jax.set_mesh(mesh).\"""
         return cp.attention(q, k, v, strategy="ring")
     <BLANKLINE>
     """
@@ -116,7 +116,7 @@ def code(
         imports="\n".join(imports),
         sizes=_tuple(sizes),
         axes=_tuple(axes),
-        count=len(axes),
+        types=", ".join(["AxisType.Auto"] * len(axes)) + ("," if len(axes) == 1 else ""),
         axis_name=_tuple(axes) if axis_sizes else _quoted(axes[0]),
         layout=f"{fixed}({ranks})",
         ranks=ranks,

@@ -99,6 +99,11 @@ class Packed:
     documents: int
     cut: int
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether any row is something else than one document."""
+        return any(len(row) > 1 or row.sum() < self.sequence_length for row in self.rows)
+
 
 def one_document(sequence_length: int) -> Packed:
     """One row that is one document."""

@@ -13,13 +13,31 @@ NEAR = 1.01
 """Within this multiple of the least estimate the first, which asks for less code, is taken."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """One row in one layout.
+
+    Attributes:
+      pairs: that are seen, int64 [ranks of queries, ranks of keys].
+      tiles: pairs in the tiles that a kernel computes, as many.
+      group_tiles: the same between groups of ranks that hold heads of the same tokens, for "usp".
+      prices: of a row of this length.
+    """
+
+    pairs: np.ndarray
+    tiles: np.ndarray
+    group_tiles: np.ndarray | None
+    prices: Prices
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One layout with one strategy, over all rows: means, but for `worst`.
+    """One layout with one strategy, over all rows: means, but for `worst_waits` and `held_bytes`.
 
     Attributes:
       waits: pairs that all ranks wait for over the mean rank's, of all rows; 1 is balance.
-      worst: the same of the worst row.
+      worst_waits: the same of the worst row.
+      busiest_pairs: of the rank with most in a row.
       seconds: estimated, of a layer's forward pass over a row.
       sent_bytes: by each rank, for a layer's forward pass over a row.
       held_bytes: of keys and values of other ranks in memory at once, at most.
@@ -28,7 +46,8 @@ class Option:
     layout: str
     strategy: str
     waits: float
-    worst: float
+    worst_waits: float
+    busiest_pairs: float
     seconds: float
     sent_bytes: float
     held_bytes: float
@@ -39,63 +58,68 @@ class Option:
         return f"{self.layout}, {self.strategy}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cost:
-    """A strategy over one row."""
-
-    estimate: Estimate
-    waited_pairs: float
-
-
 def estimate(
-    layout: str,
-    rows: Sequence[tuple[np.ndarray, Prices]],
-    inner: int | None,
-    strategies: Sequence[str],
+    layout: str, rows: Sequence[Work], inner: int, strategies: Sequence[str]
 ) -> list[Option]:
-    """What a layout costs with each strategy that can be had.
+    """What a layout costs with each strategy.
 
     Args:
-      rows: of each row the pairs between ranks [ranks of queries, ranks of keys], and the prices of
-        its length.
+      rows: at least one.
       inner: devices of the mesh axis that "usp" deals heads over.
+      strategies: such as can be had.
     """
     options = []
     for strategy in strategies:
-        costs = [_cost(strategy, pairs, prices, inner) for pairs, prices in rows]
-        means = [float(pairs.sum() / len(pairs)) for pairs, _ in rows]
-        waited = [cost.waited_pairs for cost in costs]
-        estimates = [cost.estimate for cost in costs]
+        waited, busiest = np.array([_waits(strategy, row.pairs, inner) for row in rows]).T
+        means = np.array([row.pairs.sum() / len(row.pairs) for row in rows])
+        prices = [_price(strategy, row, inner) for row in rows]
         options.append(
             Option(
                 layout,
                 strategy,
-                waits=sum(waited) / sum(means),
-                worst=max(w / m for w, m in zip(waited, means, strict=True)),
-                seconds=float(np.mean([e.seconds for e in estimates])),
-                sent_bytes=float(np.mean([e.received_bytes for e in estimates])),
-                held_bytes=max(e.held_bytes for e in estimates),
+                waits=float(waited.sum() / means.sum()),
+                worst_waits=float((waited / means).max()),
+                busiest_pairs=float(busiest.mean()),
+                seconds=float(np.mean([price.seconds for price in prices])),
+                sent_bytes=float(np.mean([price.received_bytes for price in prices])),
+                held_bytes=max(price.held_bytes for price in prices),
             )
         )
     return options
 
 
-def _cost(strategy: str, pairs: np.ndarray, prices: Prices, inner: int | None) -> _Cost:
-    ranks = len(pairs)
+def _waits(strategy: str, pairs: np.ndarray, inner: int) -> tuple[float, float]:
+    """Pairs that all ranks wait for, and those of the busiest rank."""
+    if strategy == "ring":
+        return sum(busiest_of_steps(pairs)), float(pairs.sum(axis=1).max())
     if strategy == "all_gather":
         busiest = float(pairs.sum(axis=1).max())
-        return _Cost(prices.all_gather(busiest), busiest)
+        return busiest, busiest
+    size = len(pairs) if strategy == "ulysses" else inner
+    groups = of_groups(pairs, size)
+    return sum(busiest_of_steps(groups)) / size, float(groups.sum(axis=1).max()) / size
+
+
+def _price(strategy: str, row: Work, inner: int) -> Estimate:
+    tiles, prices = row.tiles, row.prices
+    if strategy == "all_gather":
+        return prices.all_gather(float(tiles.sum(axis=1).max()))
     if strategy == "ulysses":
-        mean = float(pairs.sum() / ranks)
-        return _Cost(prices.ulysses(mean), mean)
+        return prices.ulysses(float(tiles.sum() / len(tiles)))
     if strategy == "ring":
-        steps = busiest_of_steps(pairs)
-        return _Cost(prices.ring(steps), sum(steps))
-    assert inner
-    # A group of ranks, each with some of the heads of all its tokens, is one rank of the ring.
-    grouped = pairs.reshape(ranks // inner, inner, ranks // inner, inner).sum(axis=(1, 3))
-    steps = busiest_of_steps(grouped)
-    return _Cost(prices.usp(inner, steps), sum(steps) / inner)
+        return prices.ring(busiest_of_steps(tiles))
+    assert row.group_tiles is not None
+    return prices.usp(inner, busiest_of_steps(row.group_tiles))
+
+
+def of_groups(pairs: np.ndarray, size: int) -> np.ndarray:
+    """Pairs between groups of ranks that follow each other, each a rank of a smaller ring.
+
+    >>> of_groups(np.arange(16).reshape(4, 4), 2).tolist()
+    [[10, 18], [42, 50]]
+    """
+    groups = len(pairs) // size
+    return pairs.reshape(groups, size, groups, size).sum(axis=(1, 3))
 
 
 def busiest_of_steps(pairs: np.ndarray) -> list[float]:
@@ -109,14 +133,16 @@ def busiest_of_steps(pairs: np.ndarray) -> list[float]:
     return [float(busiest) for busiest in steps.max(axis=0)]
 
 
-def refusals(prices: Prices, inner: int | None) -> dict[str, str | None]:
-    """Of each strategy why it cannot be had, or None; usp is left out where there is one axis."""
-    reasons = {
-        "all_gather": None,
-        "ulysses": prices.ulysses(0).why_not,
-        "ring": None,
-    }
-    if inner:
+def refusals(prices: Prices, inner: int) -> dict[str, str | None]:
+    """Of each strategy why it cannot be had, or None; without "usp" where `inner` is 1.
+
+    >>> from plait import Machine, Shapes
+    >>> prices = Prices(16, 4096, Shapes(1, 8, 1, 64, 64), Machine())
+    >>> refusals(prices, inner=1)["ulysses"]
+    '8 heads of q are no multiple of 16'
+    """
+    reasons = {"all_gather": None, "ulysses": prices.ulysses(0).why_not, "ring": None}
+    if inner > 1:
         reasons["usp"] = prices.usp(inner, [0]).why_not
     return reasons
 
@@ -178,10 +204,11 @@ def _why(taken: Option, least: Option, memory_bytes: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Three digits.
 
-    >>> milliseconds(0.00123456)
-    '1.23 ms'
+    >>> milliseconds(0.00123456), milliseconds(0.013), milliseconds(12)
+    ('1.23 ms', '13.0 ms', '12,000 ms')
     """
-    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 99.95 else f"{value:#.3g} ms"
 
 
 def _gib(count: float) -> str:

@@ -58,8 +58,9 @@ class Reader:
         batches: list[np.ndarray] = []
         count, is_text = 0, False
         try:
-            for batch, is_text in kinds[suffix](self, path):
+            for batch, of_text in kinds[suffix](self, path):
                 batches.append(batch)
+                is_text = of_text
                 count += batch.size
                 progress(f"reading {path.name}: {count:,} documents")
         except OSError as error:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from plait.attention.front import fitted
+from plait.attention.kernels import Blockwise
 from plait.cli.arguments import LAYOUTS
 from plait.layout import Layout, Placed
 from plait.packing import balance_segments
@@ -27,6 +31,11 @@ class Row:
     segment_ids: np.ndarray
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the row, padding included."""
+        return self.segment_ids.size
+
+    @property
     def padding(self) -> int:
         """Tokens of padding."""
         return int((self.segment_ids == 0).sum())
@@ -45,6 +54,11 @@ class Candidate:
     lay_out: Callable[[np.ndarray, int], Row]
     per_batch: bool = False
 
+    def kernel(self, layout: Layout, row: Row, kernel: Blockwise) -> Blockwise:
+        """The kernel with the blocks that attention gives it: fitted to chunks that it knows."""
+        known: Any = kernel if self.per_batch else fitted(kernel, layout, row.tokens)
+        return known
+
 
 def candidates(ranks: int, has_documents: bool) -> list[Candidate]:
     """What there is to choose from; without documents nothing that goes by them.
@@ -59,8 +73,8 @@ def candidates(ranks: int, has_documents: bool) -> list[Candidate]:
     found = [Candidate(name, fixed(layout(ranks))) for name, layout in LAYOUTS.items()]
     if has_documents:
         found += [
-            Candidate("zigzag documents", lambda *row: _zigzag(*row, ranks), per_batch=True),
-            Candidate("balanced", lambda *row: _balanced(*row, ranks), per_batch=True),
+            Candidate("zigzag documents", functools.partial(_zigzag, ranks), per_batch=True),
+            Candidate("balanced", functools.partial(_balanced, ranks), per_batch=True),
         ]
     return found
 
@@ -89,12 +103,12 @@ def chunk_of(ranks: int, sequence_length: int) -> int:
     return share // chunks
 
 
-def _balanced(lengths: np.ndarray, total: int, ranks: int) -> Row:
+def _balanced(ranks: int, lengths: np.ndarray, total: int) -> Row:
     ids = segment_ids(lengths, lengths, total)
     return Row(balance_segments(ids, ranks, chunk=chunk_of(ranks, total)).layout, ids)
 
 
-def _zigzag(lengths: np.ndarray, total: int, ranks: int) -> Row:
+def _zigzag(ranks: int, lengths: np.ndarray, total: int) -> Row:
     """Documents padded to a multiple of two pieces a rank; the row grows where it must."""
     step = 2 * ranks
     room = -(-lengths // step) * step

@@ -1,10 +1,16 @@
-"""Exactly how many (query, key) pairs lie between any two ranks, for causal packs of documents."""
+"""The (query, key) pairs between any two ranks, for causal packs of documents: those that are seen,
+exactly, and those in the tiles that a kernel computes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from plait.attention.kernels import Blockwise
 from plait.layout import Layout
+from plait.mask import BlockBounds, Causal, block_map
 
 SMALLEST_BLOCK, RANKS_PER_FRAGMENT = 16, 8
 """How many fragments make a block. Within blocks pairs are added up one by one, between blocks by a
@@ -54,6 +60,46 @@ def pairs_between_ranks(layout: Layout, segment_ids: np.ndarray) -> np.ndarray:
         earlier = later - back
         flat += np.bincount(rank[later] * ranks + rank[earlier], size[later] * size[earlier], bins)
     return (pairs + flat.reshape(ranks, ranks)).astype(np.int64)
+
+
+def tiles_between_ranks(layout: Layout, segment_ids: np.ndarray, kernel: Blockwise) -> np.ndarray:
+    """How many pairs are in the tiles that a kernel computes for the queries of each rank.
+
+    By the rule of `plait.count_blocks`. A tile that is partly seen is computed whole, so that this
+    is more than the pairs that are seen: by little where a rank holds long runs, and by much where
+    its blocks of queries and keys hold pieces of many documents.
+
+    Args:
+      kernel: has the blocks; the last of a rank may have less tokens.
+      Others as in `pairs_between_ranks`.
+
+    Returns:
+      int64 [ranks of queries, ranks of keys].
+
+    >>> from plait import Contiguous, Striped
+    >>> ids = np.array([1, 1, 1, 1, 2, 2, 2, 2])
+    >>> tiles_between_ranks(Contiguous(2), ids, Blockwise(2, 2)).tolist()
+    [[12, 0], [0, 12]]
+    >>> tiles_between_ranks(Striped(2), ids, Blockwise(2, 2)).tolist()
+    [[8, 8], [8, 8]]
+    """
+    ids = np.asarray(segment_ids)
+    length, ranks = layout.check_length(ids.size), layout.ranks
+    share = length // ranks
+    positions = layout.positions(length)
+
+    def bounds(block: int) -> list[BlockBounds]:
+        padding = [(0, 0), (0, -share % block)]
+        at, of = (np.pad(x.reshape(ranks, -1), padding) for x in (positions, ids[positions]))
+        return [BlockBounds.of(at[rank], of[rank], block, np) for rank in range(ranks)]
+
+    q_block, k_block = (min(block, share) for block in (kernel.q_block, kernel.k_block))
+    q, of_keys = bounds(q_block), bounds(k_block)
+    k = BlockBounds(
+        *(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, of_keys), strict=True))
+    )
+    tiles = [block_map(Causal(), of, k).reshape(-1, ranks, k.most.size // ranks) for of in q]
+    return np.array([of.sum(axis=(0, 2)) for of in tiles]) * (q_block * k_block)
 
 
 def _fragments(layout: Layout, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
