@@ -64,12 +64,14 @@ def code(
     sequence_length: int,
     *,
     has_documents: bool,
+    tile: tuple[int, int] = (256, 256),
     axis_sizes: tuple[int, int] | None = None,
 ) -> str:
     """Functions that put a batch on devices and attend to it.
 
     Args:
       layout, strategy: as the table names them.
+      tile: blocks of the kernel, which chunks are a multiple of where they can.
       axis_sizes: of the two mesh axes of the sequence, where there are two.
 
     >>> print(code("zigzag", "ring", 8, 4096, has_documents=False))
@@ -121,7 +123,7 @@ def code(
         layout=f"{fixed}({ranks})",
         ranks=ranks,
         length=sequence_length,
-        chunk=chunk_of(ranks, sequence_length),
+        chunk=chunk_of(ranks, sequence_length, tile),
         step=2 * ranks,
         parameters="".join(f", {name}" for name in extra),
         arguments="".join(f", {argument}" for argument in arguments),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,7 +37,6 @@ class Compared:
     Attributes:
       first: the first row, to be drawn.
       pairs: that are seen, int64 [rows, ranks].
-      tiles_over_pairs: pairs in the tiles that the kernel computes over those that are seen.
       padding: the share of it in all rows.
       options: the layout with each strategy.
     """
@@ -45,7 +44,6 @@ class Compared:
     candidate: Candidate
     first: Row
     pairs: np.ndarray
-    tiles_over_pairs: float
     padding: float
     options: list[Option]
 
@@ -71,7 +69,6 @@ def compare(
         candidate,
         first=rows[0],
         pairs=np.array([work.pairs.sum(axis=1) for work in works]),
-        tiles_over_pairs=_total(w.tiles for w in works) / _total(w.pairs for w in works),
         padding=sum(row.padding for row in rows) / sum(row.tokens for row in rows),
         options=estimate(candidate.name, works, inner, usable),
     )
@@ -92,10 +89,6 @@ def _work(candidate: Candidate, row: Row, prices: Prices, kernel: Blockwise, inn
         of_all_groups,
         dataclasses.replace(prices, length=row.tokens),
     )
-
-
-def _total(counts: Iterable[np.ndarray]) -> int:
-    return sum(int(count.sum()) for count in counts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,16 +126,17 @@ def make_plan(
 ) -> Plan:
     """Compare all layouts and strategies over the rows, and choose."""
     inner = axes[1] if axes else 1
+    tile = kernel.q_block, kernel.k_block
     refused = refusals(prices, inner)
     strategies = [strategy for strategy, why_not in refused.items() if why_not is None]
     progress = Progress()
     layouts = [
         compare(candidate, packed, prices, kernel, inner, strategies, progress)
-        for candidate in candidates(prices.ranks, packed.has_documents)
+        for candidate in candidates(prices.ranks, packed.has_documents, tile)
     ]
     progress.done()
     options = [option for one in layouts for option in one.options]
-    recommended = recommend(options, prices.machine.memory_bytes)
+    recommended = recommend(options, prices.machine)
     program = None
     if taken := recommended.option:
         program = code(
@@ -151,6 +145,7 @@ def make_plan(
             prices.ranks,
             packed.sequence_length,
             has_documents=packed.has_documents,
+            tile=tile,
             axis_sizes=axes,
         )
     return Plan(packed, source, prices, kernel, axes, refused, layouts, recommended, program)

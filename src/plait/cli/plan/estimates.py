@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plait.attention.cost import Estimate, Prices
+from plait.attention.cost import Estimate, Machine, Prices
 
 NEAR = 1.01
 """Within this multiple of the least estimate the first, which asks for less code, is taken."""
@@ -37,6 +37,7 @@ class Option:
     Attributes:
       waits: pairs that all ranks wait for over the mean rank's, of all rows; 1 is balance.
       worst_waits: the same of the worst row.
+      tiles_over_pairs: pairs in the tiles that the kernel computes over those that are seen.
       busiest_pairs: of the rank with most in a row.
       seconds: estimated, of a layer's forward pass over a row.
       sent_bytes: by each rank, for a layer's forward pass over a row.
@@ -47,6 +48,7 @@ class Option:
     strategy: str
     waits: float
     worst_waits: float
+    tiles_over_pairs: float
     busiest_pairs: float
     seconds: float
     sent_bytes: float
@@ -72,6 +74,7 @@ def estimate(
     for strategy in strategies:
         waited, busiest = np.array([_waits(strategy, row.pairs, inner) for row in rows]).T
         means = np.array([row.pairs.sum() / len(row.pairs) for row in rows])
+        tiles = sum(int(_tiles(strategy, row).sum()) for row in rows)
         prices = [_price(strategy, row, inner) for row in rows]
         options.append(
             Option(
@@ -79,6 +82,7 @@ def estimate(
                 strategy,
                 waits=float(waited.sum() / means.sum()),
                 worst_waits=float((waited / means).max()),
+                tiles_over_pairs=tiles / sum(int(row.pairs.sum()) for row in rows),
                 busiest_pairs=float(busiest.mean()),
                 seconds=float(np.mean([price.seconds for price in prices])),
                 sent_bytes=float(np.mean([price.received_bytes for price in prices])),
@@ -100,16 +104,23 @@ def _waits(strategy: str, pairs: np.ndarray, inner: int) -> tuple[float, float]:
     return sum(busiest_of_steps(groups)) / size, float(groups.sum(axis=1).max()) / size
 
 
+def _tiles(strategy: str, row: Work) -> np.ndarray:
+    """Pairs in tiles between those that pass keys on: ranks, or groups of them."""
+    if strategy != "usp":
+        return row.tiles
+    assert row.group_tiles is not None
+    return row.group_tiles
+
+
 def _price(strategy: str, row: Work, inner: int) -> Estimate:
-    tiles, prices = row.tiles, row.prices
+    tiles, prices = _tiles(strategy, row), row.prices
     if strategy == "all_gather":
         return prices.all_gather(float(tiles.sum(axis=1).max()))
     if strategy == "ulysses":
-        return prices.ulysses(float(tiles.sum() / len(tiles)))
+        return prices.ulysses(float(tiles.sum() / prices.ranks))
     if strategy == "ring":
         return prices.ring(busiest_of_steps(tiles))
-    assert row.group_tiles is not None
-    return prices.usp(inner, busiest_of_steps(row.group_tiles))
+    return prices.usp(inner, busiest_of_steps(tiles))
 
 
 def of_groups(pairs: np.ndarray, size: int) -> np.ndarray:
@@ -155,23 +166,23 @@ class Recommendation:
     reason: str
 
 
-def recommend(options: Sequence[Option], memory_bytes: float) -> Recommendation:
+def recommend(options: Sequence[Option], machine: Machine) -> Recommendation:
     """The option with the least estimate of those whose keys fit in memory.
 
     Args:
       options: those that ask for less code first: within 1% of the least the first is taken.
     """
-    fitting = [option for option in options if option.held_bytes <= memory_bytes]
+    fitting = [option for option in options if option.held_bytes <= machine.memory_bytes]
     if not fitting:
         smallest = min(options, key=lambda option: option.held_bytes)
         return Recommendation(
             None,
             f"Nothing fits: {smallest.name} holds the least keys and values, "
-            f"{_gib(smallest.held_bytes)}, and --memory is {_gib(memory_bytes)}.",
+            f"{_gib(smallest.held_bytes)}, and --memory is {_gib(machine.memory_bytes)}.",
         )
     least = min(fitting, key=lambda option: option.seconds)
     taken = next(option for option in fitting if option.seconds <= NEAR * least.seconds)
-    reason = [_why(taken, least, memory_bytes)]
+    reason = [_why(taken, least, machine)]
     others = [o for o in fitting if o.layout != taken.layout or o.strategy != taken.strategy]
     slower = [o for o in others if o.seconds > NEAR * least.seconds]
     if slower:
@@ -188,16 +199,16 @@ def recommend(options: Sequence[Option], memory_bytes: float) -> Recommendation:
     return Recommendation(taken, " ".join(reason))
 
 
-def _why(taken: Option, least: Option, memory_bytes: float) -> str:
+def _why(taken: Option, least: Option, machine: Machine) -> str:
+    fits = f"the least of what fits in {_gib(machine.memory_bytes)}"
     standing = (
-        "the least"
-        if taken is least
-        else f"within {NEAR - 1:.0%} of the least, {least.name}, for less code"
+        fits if taken is least else f"within {NEAR - 1:.0%} of {fits} ({least.name}), for less code"
     )
+    sending = taken.sent_bytes / machine.network_bytes_per_second
     return (
-        f"Its estimate, {milliseconds(taken.seconds)} a layer forward, is {standing} of what fits "
-        f"in {_gib(memory_bytes)}: ranks wait for {taken.waits:.3f} times the mean work, and each "
-        f"sends {taken.sent_bytes / 1e6:,.4g} MB."
+        f"Its estimate, {milliseconds(taken.seconds)} a layer forward, is {standing}. Ranks wait "
+        f"for {taken.waits:.3f} times the mean rank's pairs, and each sends "
+        f"{taken.sent_bytes / 1e6:,.4g} MB, {milliseconds(sending)} by itself."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from plait.cli.arguments import LAYOUTS
 from plait.layout import Layout, Placed
 from plait.packing import balance_segments
 
-CHUNKS_PER_RANK = 16
-"""Of a balanced layout, at most: blocks for kernels would become small."""
+FEWEST_CHUNKS, MOST_CHUNKS = 8, 16
+"""Of a rank in a balanced layout: fewer balance worse, more are small for kernels."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,10 +61,10 @@ class Candidate:
         return known
 
 
-def candidates(ranks: int, has_documents: bool) -> list[Candidate]:
+def candidates(ranks: int, has_documents: bool, tile: tuple[int, int]) -> list[Candidate]:
     """What there is to choose from; without documents nothing that goes by them.
 
-    >>> [candidate.name for candidate in candidates(4, has_documents=True)]
+    >>> [candidate.name for candidate in candidates(4, True, (256, 256))]
     ['contiguous', 'zigzag', 'half-swap', 'striped', 'zigzag documents', 'balanced']
     """
 
@@ -74,7 +75,7 @@ def candidates(ranks: int, has_documents: bool) -> list[Candidate]:
     if has_documents:
         found += [
             Candidate("zigzag documents", functools.partial(_zigzag, ranks), per_batch=True),
-            Candidate("balanced", functools.partial(_balanced, ranks), per_batch=True),
+            Candidate("balanced", functools.partial(_balanced, ranks, tile), per_batch=True),
         ]
     return found
 
@@ -92,20 +93,25 @@ def segment_ids(lengths: Sequence[int] | np.ndarray, room: np.ndarray, total: in
     return ids
 
 
-def chunk_of(ranks: int, sequence_length: int) -> int:
+def chunk_of(ranks: int, sequence_length: int, tile: tuple[int, int]) -> int:
     """Tokens in a chunk of a balanced layout: of equal ones the most that are 16 a rank or fewer.
 
-    >>> chunk_of(4, 4096), chunk_of(4, 40)
-    (64, 1)
+    Where it leaves 8 a rank or more, a multiple of the tile: positions are data to the kernel, and
+    its blocks would straddle others.
+
+    >>> chunk_of(4, 4096, (64, 64)), chunk_of(4, 4096, (128, 128)), chunk_of(4, 40, (128, 128))
+    (64, 128, 1)
     """
     share = sequence_length // ranks
-    chunks = next(c for c in range(min(CHUNKS_PER_RANK, share), 0, -1) if share % c == 0)
-    return share // chunks
+    numbers = [c for c in range(min(MOST_CHUNKS, share), 0, -1) if share % c == 0]
+    step = math.lcm(*tile)
+    fitting = (c for c in numbers if c >= FEWEST_CHUNKS and share // c % step == 0)
+    return share // next(fitting, numbers[0])
 
 
-def _balanced(ranks: int, lengths: np.ndarray, total: int) -> Row:
+def _balanced(ranks: int, tile: tuple[int, int], lengths: np.ndarray, total: int) -> Row:
     ids = segment_ids(lengths, lengths, total)
-    return Row(balance_segments(ids, ranks, chunk=chunk_of(ranks, total)).layout, ids)
+    return Row(balance_segments(ids, ranks, chunk=chunk_of(ranks, total, tile)).layout, ids)
 
 
 def _zigzag(ranks: int, lengths: np.ndarray, total: int) -> Row:

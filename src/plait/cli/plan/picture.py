@@ -1,4 +1,4 @@
-"""The picture of a plan: of one row, who holds what, which pairs are whose, and how much that is."""
+"""The picture of a plan: who holds what of a row, which pairs are whose, and how many these are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from plait.cli.picture import INK, rank_colors, tidy
 from plait.cli.plan.compare import Compared, Plan
@@ -71,16 +70,19 @@ def _draw_panel(
 
 def pixel_colors(row: Row, colors: np.ndarray) -> np.ndarray:
     """The mean color of the ranks that hold the tokens of each pixel: RGB [pixels, 3]."""
-    edges = _edges(row)
-    length = row.tokens
-    holder = np.empty(length, np.int64)
-    holder[row.layout.positions(length)] = np.repeat(
-        np.arange(row.layout.ranks), length // row.layout.ranks
-    )
+    edges, holder = _edges(row), _holder(row)
     return np.stack(
         [np.add.reduceat(shade[holder], edges[:-1]) / np.diff(edges) for shade in colors[:, :3].T],
         axis=1,
     )
+
+
+def _holder(row: Row) -> np.ndarray:
+    """The rank of each token, in source order."""
+    holder = np.empty(row.tokens, np.int64)
+    share = row.tokens // row.layout.ranks
+    holder[row.layout.positions(row.tokens)] = np.repeat(np.arange(row.layout.ranks), share)
+    return holder
 
 
 def visible_pixels(row: Row) -> np.ndarray:
@@ -106,15 +108,24 @@ def _draw_map(axes: Any, row: Row, shades: np.ndarray) -> None:
     axes.imshow(image, extent=extent, interpolation="nearest", aspect="auto")
     axes.set_xlabel("key position", fontsize=9, color=INK)
     axes.set_ylabel("query position", fontsize=9, color=INK)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(3))
-        axis.set_major_formatter(lambda value, _: _tokens(value))
+    _mark(axes.xaxis, row.tokens, 4)
+    _mark(axes.yaxis, row.tokens, 4)
     tidy(axes)
 
 
+def _mark(axis: Any, length: int, parts: int) -> None:
+    """Ticks at parts of the sequence: at these rank borders lie."""
+    at = length * np.arange(parts + 1) / parts
+    axis.set_ticks(at, [_tokens(value) for value in at])
+
+
 def _tokens(count: float) -> str:
-    """A number of tokens for an axis: 131072 is 131K."""
-    return f"{count / 1e3:g}K" if count >= 10_000 else f"{count:g}"
+    """A number of tokens for an axis, in units of 1024 where there are many.
+
+    >>> _tokens(0), _tokens(1536), _tokens(131072), _tokens(98304.5)
+    ('0', '1536', '128K', '96K')
+    """
+    return f"{count / 1024:.0f}K" if count >= 8192 else f"{count:.0f}"
 
 
 def _draw_strip(axes: Any, row: Row, shades: np.ndarray) -> None:
@@ -124,17 +135,23 @@ def _draw_strip(axes: Any, row: Row, shades: np.ndarray) -> None:
     edges = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1, [length]])
     is_wide = np.diff(edges) >= FEWEST_PIXELS_TO_OUTLINE * length / PIXELS
     shown = np.union1d(edges[:-1][is_wide], edges[1:][is_wide])
-    axes.vlines(shown[(shown > 0) & (shown < length)], 0, 1, color="white", linewidth=1.2)
+    axes.vlines(shown[(shown > 0) & (shown < length)], 0, 1, color="white", linewidth=0.8)
     for start, stop in zip(edges[:-1][is_wide], edges[1:][is_wide], strict=True):
         if ids[start] == 0:
             axes.fill_between([start, stop], 0, 1, color="white", alpha=0.75, linewidth=0)
     axes.set_xlim(0, length)
     axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(lambda value, _: _tokens(value))
-    axes.set_title("the row, by holder; documents between white lines", fontsize=9, color=INK)
+    _mark(axes.xaxis, length, 8)
+    axes.set_title(_strip_title(row, shown.size > 2), fontsize=9, color=INK)
     tidy(axes)
     axes.spines["left"].set_visible(False)
+
+
+def _strip_title(row: Row, has_lines: bool) -> str:
+    holder = _holder(row)
+    if np.count_nonzero(np.diff(holder)) > PIXELS:
+        return "the row, by rank: mean colors where finer than a pixel"
+    return "the row, by rank" + ("; white lines end documents" if has_lines else "")
 
 
 def _draw_bars(axes: Any, pairs: np.ndarray, colors: np.ndarray, most: float) -> None:

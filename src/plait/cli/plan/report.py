@@ -21,8 +21,8 @@ LEGEND = (
     "Busiest / mean: visible pairs that all ranks wait for, of the busiest rank, in a ring of the "
     "busiest of each step, over the mean rank's; worst, of the worst row. Tiles / pairs: what the "
     "kernel computes over what is visible. Sends and holds: keys, values, queries and outputs of "
-    "a layer and row, forward. The estimate is a stated model's, of a layer's forward pass, from tiles "
-    "and bytes; nothing was run."
+    "a layer and row, forward. The estimate is a stated model's, of a layer's forward pass, from "
+    "tiles and bytes; nothing was run."
 )
 
 
@@ -39,7 +39,7 @@ def as_text(plan: Plan) -> str:
     columns = (
         Column("busiest\n/ mean", lambda x: f"{x[1].waits:.3f}"),
         Column("worst", lambda x: f"{x[1].worst_waits:.3f}"),
-        Column("tiles\n/ pairs", lambda x: f"{x[0].tiles_over_pairs:.2f}"),
+        Column("tiles\n/ pairs", lambda x: f"{x[1].tiles_over_pairs:.2f}"),
         Column("TFLOPs of\nbusiest", lambda x: f"{prices.flops(x[1].busiest_pairs) / 1e12:,.4g}"),
         Column("sends,\nMB", lambda x: megabytes(x[1].sent_bytes)),
         Column("holds,\nMB", lambda x: megabytes(x[1].held_bytes)),
@@ -119,13 +119,13 @@ def _of_layout(one: Compared, prices: Prices) -> dict[str, Any]:
     return {
         "per_batch": one.candidate.per_batch,
         "padding": one.padding,
-        "tiles_over_pairs": one.tiles_over_pairs,
         "visible_pairs": one.pairs.tolist(),
         "forward_flops": [[prices.flops(pairs) for pairs in row] for row in one.pairs.tolist()],
         "strategies": {
             option.strategy: {
                 "busiest_over_mean": option.waits,
                 "worst_busiest_over_mean": option.worst_waits,
+                "tiles_over_pairs": option.tiles_over_pairs,
                 "busiest_rank_forward_flops": prices.flops(option.busiest_pairs),
                 "sent_bytes": option.sent_bytes,
                 "held_bytes": option.held_bytes,
