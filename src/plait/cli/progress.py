@@ -25,7 +25,7 @@ class Progress:
     patience: float = 1.0
     often: float = 0.2
     seldom: float = 10.0
-    _last: float = dataclasses.field(default_factory=time.monotonic)
+    _last: float = dataclasses.field(default_factory=lambda: time.monotonic())
     _has_told: bool = False
 
     def __call__(self, line: str) -> None:

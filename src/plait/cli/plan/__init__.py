@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from plait.cli.plan.report import as_json, as_text
 from plait.cli.progress import Progress
 
 COMMAND = "plait plan"
-MOST_RANKS, MOST_TOKENS = 4096, 2**24
+MOST_RANKS, MOST_TOKENS = 1024, 2**23
+MOST_TILES = 2**32
+"""Of a row: more would take minutes to look at."""
+
 MOST_PACKS = 1000
 PICTURES = (".png", ".svg")
 
@@ -160,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.ranks, arguments.sequence_length, _shapes(arguments), _machine(arguments)
     )
     _check_length(arguments)
-    kernel = Blockwise(*_pair("--tile", arguments.tile, "256,256"))
+    kernel = _kernel(arguments)
     json_path, picture_path = _outputs(arguments)
     packed, source = _documents(arguments)
     made = make_plan(packed, source, prices, kernel, axes)
@@ -204,6 +208,18 @@ def _pair(flag: str, given: str, works: str) -> tuple[int, int]:
             f"{COMMAND}: {flag} is {given!r}; it needs to be two integers above 0: {works} works"
         )
     return int(parts[0]), int(parts[1])
+
+
+def _kernel(arguments: argparse.Namespace) -> Blockwise:
+    q_block, k_block = _pair("--tile", arguments.tile, "256,256")
+    length = arguments.sequence_length
+    if length**2 > MOST_TILES * q_block * k_block:
+        works = -(-length // math.isqrt(MOST_TILES))
+        raise UserError(
+            f"{COMMAND}: --tile is {arguments.tile!r}, too many of which are in a row of {length} "
+            f"tokens to look at; it needs to be larger: {works},{works} works"
+        )
+    return Blockwise(q_block, k_block)
 
 
 def _shapes(arguments: argparse.Namespace) -> Shapes:

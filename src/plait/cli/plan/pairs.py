@@ -16,6 +16,9 @@ SMALLEST_BLOCK, RANKS_PER_FRAGMENT = 16, 8
 """How many fragments make a block. Within blocks pairs are added up one by one, between blocks by a
 product of matrices; so both take about as long."""
 
+MOST_TILES = 2**22
+"""Looked at in one go."""
+
 
 def pairs_between_ranks(layout: Layout, segment_ids: np.ndarray) -> np.ndarray:
     """How many keys of each rank the queries of each rank see, under a causal mask.
@@ -51,7 +54,7 @@ def pairs_between_ranks(layout: Layout, segment_ids: np.ndarray) -> np.ndarray:
     held = np.bincount(block * ranks + rank, size, blocks * ranks).reshape(blocks, ranks)
     before = np.cumsum(held, axis=0) - held
     before -= before[block[place == 0]][document[begins]]
-    pairs = held.T @ before  # float64: exact below 2**53, which 2**26 tokens do not reach
+    pairs = held.T @ before  # float64: exact below 2**53: up to 2**26 tokens
 
     bins = ranks * ranks
     flat = np.bincount(rank * (ranks + 1), size * (size + 1) / 2, bins)
@@ -88,18 +91,27 @@ def tiles_between_ranks(layout: Layout, segment_ids: np.ndarray, kernel: Blockwi
     share = length // ranks
     positions = layout.positions(length)
 
-    def bounds(block: int) -> list[BlockBounds]:
+    def bounds(block: int) -> BlockBounds:
         padding = [(0, 0), (0, -share % block)]
         at, of = (np.pad(x.reshape(ranks, -1), padding) for x in (positions, ids[positions]))
-        return [BlockBounds.of(at[rank], of[rank], block, np) for rank in range(ranks)]
+        return BlockBounds.of(at.reshape(-1), of.reshape(-1), block, np)
 
     q_block, k_block = (min(block, share) for block in (kernel.q_block, kernel.k_block))
-    q, of_keys = bounds(q_block), bounds(k_block)
-    k = BlockBounds(
-        *(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, of_keys), strict=True))
+    q, k = bounds(q_block), bounds(k_block)
+    count, step = q.most.size, max(MOST_TILES // k.most.size, 1)
+    tiles = np.concatenate(
+        [
+            block_map(Causal(), _slice(q, start, start + step), k)
+            .reshape(-1, ranks, k.most.size // ranks)
+            .sum(axis=2)
+            for start in range(0, count, step)
+        ]
     )
-    tiles = [block_map(Causal(), of, k).reshape(-1, ranks, k.most.size // ranks) for of in q]
-    return np.array([of.sum(axis=(0, 2)) for of in tiles]) * (q_block * k_block)
+    return tiles.reshape(ranks, -1, ranks).sum(axis=1) * (q_block * k_block)
+
+
+def _slice(bounds: BlockBounds, start: int, stop: int) -> BlockBounds:
+    return BlockBounds(*(getattr(bounds, f.name)[start:stop] for f in dataclasses.fields(bounds)))
 
 
 def _fragments(layout: Layout, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
