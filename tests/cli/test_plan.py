@@ -298,6 +298,8 @@ def test_columns_of_jsonl(tmp_path):
         ("a.txt", "5\n\n6\n", ["line 2 of", "is empty"]),
         ("a.txt", "", ["a.txt", "no documents"]),
         ("a.txt", b"\xff\xfe1", ["a.txt", "no UTF-8 text"]),
+        ("a.npy", "", ["a.npy", "no array"]),
+        ("a.npy", "5", ["a.npy", "no array"]),
         ("a.csv", "5", ["'.csv'", ".jsonl"]),
         ("a.jsonl", '{"length": 5}\n{"length": ', ["line 2 of", "no JSON"]),
         ("a.jsonl", "[5]", ["line 1 of", "an object"]),

@@ -191,7 +191,7 @@ def _by_line(reader: Reader, path: Path, parse: Callable[[str, str], tuple[int, 
 def _npy(reader: Reader, path: Path) -> Batches:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise reader.refuse(f"{str(path)!r} is no array that NumPy can read ({error})") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise reader.refuse(
