@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -146,28 +146,63 @@ def choose_strategy(
     check_mask(mask, length)
     if not positions_are_data:
         layout.check_length(length)
-    return _choose(_Model(layout, length, shapes, mask, machine, positions_are_data), sizes)
+    return _choose(layout, length, shapes, mask, machine, sizes, positions_are_data)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(model: _Model, sizes: tuple[int, ...]) -> Choice:
-    estimates = (model.all_gather(), model.ulysses(), model.ring(), model.usp(sizes))
+def _choose(
+    layout: Layout,
+    length: int,
+    shapes: Shapes,
+    mask: Mask,
+    machine: Machine,
+    sizes: tuple[int, ...],
+    is_data: bool,
+) -> Choice:
+    prices = Prices(layout.ranks, length, shapes, machine)
+    pairs = pairs_by_shift(layout, length, mask, is_data).sum(axis=1)
+    estimates = (
+        prices.all_gather(pairs.max()),
+        prices.ulysses(pairs.mean()),
+        prices.ring(_busiest_of_steps(layout, length, mask, is_data)),
+        _usp(prices, layout, mask, sizes, is_data),
+    )
     possible = [e for e in estimates if e.why_not is None]
     return Choice(min(possible, key=lambda e: e.seconds).strategy, estimates)
 
 
+def _usp(
+    prices: Prices, layout: Layout, mask: Mask, sizes: tuple[int, ...], is_data: bool
+) -> Estimate:
+    if len(sizes) < 2:
+        return Estimate("usp", math.inf, 0, 0, "the sequence lies over one mesh axis")
+    inner = sizes[-1]
+    grouped = None if is_data else group_layout(layout, inner)
+    around = grouped or Contiguous(layout.ranks // inner)
+    return prices.usp(inner, _busiest_of_steps(around, prices.length, mask, grouped is None))
+
+
+def _busiest_of_steps(layout: Layout, length: int, mask: Mask, is_data: bool) -> tuple[float, ...]:
+    """About how many pairs the busiest rank has in each step that a ring makes."""
+    shifts = needed_shifts(None if is_data else layout, length, layout.ranks, mask)
+    return tuple(pairs_by_shift(layout, length, mask, is_data).max(axis=0)[list(shifts)].tolist())
+
+
 @dataclasses.dataclass(frozen=True)
-class _Model:
-    layout: Layout
+class Prices:
+    """What strategies cost, by the model of `choose_strategy`, once it is known who waits for what.
+
+    Attributes:
+      ranks: over which the sequence lies.
+      length: tokens of the sequence.
+      shapes: batch and heads of one device.
+      machine: what a device does.
+    """
+
+    ranks: int
     length: int
     shapes: Shapes
-    mask: Mask
     machine: Machine
-    is_data: bool
-
-    @property
-    def ranks(self) -> int:
-        return self.layout.ranks
 
     @property
     def key_bytes(self) -> float:
@@ -181,17 +216,21 @@ class _Model:
         """Of one rank's queries and their output."""
         return self.key_bytes / self.shapes.kv_heads * self.shapes.heads
 
-    def compute(self, pairs: float) -> float:
+    def flops(self, pairs: float) -> float:
+        """Of the two products of attention with so many visible pairs a head, forward."""
         s = self.shapes
-        flops = 2 * (s.head_dim + s.v_head_dim) * s.heads * s.batch * pairs
-        return flops / self.machine.flops_per_second
+        return 2 * (s.head_dim + s.v_head_dim) * s.heads * s.batch * pairs
+
+    def compute(self, pairs: float) -> float:
+        """Seconds that so many visible pairs a head take."""
+        return self.flops(pairs) / self.machine.flops_per_second
 
     def transfer(self, received: float) -> float:
+        """Seconds that so many bytes take to come."""
         return received / self.machine.network_bytes_per_second
 
-    def all_gather(self) -> Estimate:
-        pairs = pairs_by_shift(self.layout, self.length, self.mask, self.is_data)
-        busiest = pairs.sum(axis=1).max()
+    def all_gather(self, busiest: float) -> Estimate:
+        """Where the busiest rank has so many pairs."""
         received, held = (self.ranks - 1) * self.key_bytes, self.ranks * self.key_bytes
         limit = self.machine.memory_bytes
         why_not = None
@@ -200,44 +239,35 @@ class _Model:
         seconds = self.transfer(received) + self.compute(busiest)
         return Estimate("all_gather", seconds, received, held, why_not)
 
-    def ring(self) -> Estimate:
-        seconds, received = self._around(self.layout, self.key_bytes, self.compute)
-        return Estimate("ring", seconds, received, 2 * self.key_bytes)
-
-    def ulysses(self) -> Estimate:
+    def ulysses(self, mean: float) -> Estimate:
+        """Where ranks have so many pairs on average."""
         received, held, why_not = self._to_heads(self.ranks)
-        pairs = pairs_by_shift(self.layout, self.length, self.mask, self.is_data)
-        seconds = self.transfer(received) + self.compute(pairs.sum(axis=1).mean())
+        seconds = self.transfer(received) + self.compute(mean)
         return Estimate("ulysses", seconds, received, held, why_not)
 
-    def usp(self, sizes: tuple[int, ...]) -> Estimate:
-        if len(sizes) < 2:
-            return Estimate("usp", math.inf, 0, 0, "the sequence lies over one mesh axis")
-        inner = sizes[-1]
+    def ring(self, busiest_of_steps: Sequence[float]) -> Estimate:
+        """Where the busiest rank of each step has so many pairs in it."""
+        seconds, received = self._around(busiest_of_steps, self.key_bytes)
+        return Estimate("ring", seconds, received, 2 * self.key_bytes)
+
+    def usp(self, inner: int, busiest_of_steps: Sequence[float]) -> Estimate:
+        """Heads over `inner` ranks, whose pairs together are so many in each step of the ring."""
         dealt, _, why_not = self._to_heads(inner)
         if why_not is not None:
             return Estimate("usp", math.inf, 0, 0, why_not)
-        grouped = None if self.is_data else group_layout(self.layout, inner)
-        around = self if grouped else dataclasses.replace(self, is_data=True)
-        grouped = grouped or Contiguous(self.ranks // inner)
         copies = math.lcm(self.shapes.kv_heads, inner) / self.shapes.kv_heads
-        seconds, received = around._around(
-            grouped, copies * self.key_bytes, lambda pairs: self.compute(pairs / inner)
+        seconds, received = self._around(
+            [pairs / inner for pairs in busiest_of_steps], copies * self.key_bytes
         )
         total = self.transfer(dealt) + seconds
         return Estimate("usp", total, dealt + received, 2 * copies * self.key_bytes)
 
-    def _around(
-        self, layout: Layout, key_bytes: float, compute: Callable[[float], float]
-    ) -> tuple[float, float]:
+    def _around(self, busiest_of_steps: Sequence[float], key_bytes: float) -> tuple[float, float]:
         """Seconds and bytes received of a ring: every step waits for its busiest rank."""
-        shifts = needed_shifts(
-            None if self.is_data else layout, self.length, layout.ranks, self.mask
-        )
-        pairs = pairs_by_shift(layout, self.length, self.mask, self.is_data).max(axis=0)
-        moving = [self.transfer(key_bytes)] * (len(shifts) - 1) + [0.0]
-        steps = (max(compute(pairs[s]), m) for s, m in zip(shifts, moving, strict=True))
-        return sum(steps), (len(shifts) - 1) * key_bytes
+        sent = len(busiest_of_steps) - 1
+        moving = [self.transfer(key_bytes)] * sent + [0.0]
+        steps = (max(self.compute(p), m) for p, m in zip(busiest_of_steps, moving, strict=True))
+        return sum(steps), sent * key_bytes
 
     def _to_heads(self, size: int) -> tuple[float, float, str | None]:
         """Bytes received and held where heads are dealt over `size` ranks, or why they cannot."""

@@ -1,11 +1,11 @@
-"""The command line: `plait demo`, `plait audit`, `plait bench`."""
+"""The command line: `plait demo`, `plait audit`, `plait bench`, `plait plan`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from plait.cli import audit, bench, demo
+from plait.cli import audit, bench, demo, plan
 from plait.cli.arguments import Parser, UserError
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_command(commands)
     audit.add_command(commands)
     bench.add_command(commands)
+    plan.add_command(commands)
     try:
         arguments = parser.parse_args(argv)
         arguments.argv = sys.argv[1:] if argv is None else list(argv)

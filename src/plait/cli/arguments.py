@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import math
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from plait import (
@@ -58,6 +62,29 @@ def integer(flag: str, least: int, most: int, works: int) -> Callable[[str], int
                 None,
                 f"{flag} is {shown}; it needs to be an integer from {least} to {most}: "
                 f"{works} works",
+            )
+        return value
+
+    return parse
+
+
+def number(flag: str, works: float) -> Callable[[str], float]:
+    """The `type` of an argument that is a number above 0.
+
+    >>> number("--memory", works=4)("-1")
+    Traceback (most recent call last):
+    argparse.ArgumentError: --memory is -1; it needs to be a number above 0: 4 works
+    """
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            shown = repr(text) if math.isnan(value) else text
+            raise argparse.ArgumentError(
+                None, f"{flag} is {shown}; it needs to be a number above 0: {works:g} works"
             )
         return value
 
@@ -130,3 +157,20 @@ def require_extra(command: str, extra: str, packages: Sequence[str]) -> None:
         raise UserError(
             f"{command}: {' and '.join(missing)} {verb} not installed: pip install 'plait[{extra}]'"
         )
+
+
+def writable(command: str, flag: str, given: str, works: str) -> Path:
+    """The file to write, its folder made if needed; UserError where none can be written."""
+    path = Path(given)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{command}: {flag} is {given!r}; it can't be written ({error.strerror}): "
+            f"{works} works where the current folder can be written to"
+        ) from None
+    return path

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.metadata
 import itertools
 import json
 import math
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -21,9 +19,10 @@ import plait
 from plait.audit import Report, Topology, compile_for, topology
 from plait.audit.arguments import SpecError
 from plait.audit.topology import CHIPS
-from plait.cli.arguments import LAYOUTS, UserError, integer, names
+from plait.cli.arguments import LAYOUTS, UserError, integer, names, writable
 from plait.cli.devices import start_on_cpu
 from plait.cli.figures import COLLECTIVES, FIGURES, notes, table
+from plait.cli.progress import tell
 from plait.cli.variants import (
     AXIS,
     MOVES,
@@ -154,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = sizes or (None if _is_alone(arguments) else {AXIS: len(target.devices)})
     variants = _variants(arguments, avals, sizes, target)
     # Checked after all else, as it may make a folder, and before the slow part.
-    outputs = [_writable(f"--{kind}", getattr(arguments, kind)) for kind in ("json", "html")]
+    outputs = [_writable(kind, getattr(arguments, kind)) for kind in ("json", "html")]
     reports = _compile(target, sizes, variants, arguments.turns)
     options = _options(arguments, target, sizes, variants)
 
@@ -203,23 +202,11 @@ def _check_together(arguments: argparse.Namespace) -> None:
         )
 
 
-def _writable(flag: str, given: str | None) -> Path | None:
-    """The file to write, or None; UserError where none can be written."""
-    if given is None or (given == "-" and flag == "--json"):
+def _writable(kind: str, given: str | None) -> Path | None:
+    """The file to write, or None."""
+    if given is None or (given == "-" and kind == "json"):
         return None
-    path = Path(given)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"plait audit: {flag} is {given!r}; it can't be written ({error.strerror}): "
-            f"audit.{flag[2:]} works where the current folder can be written to"
-        ) from None
-    return path
+    return writable("plait audit", f"--{kind}", given, f"audit.{kind}")
 
 
 def _repeated(flag: str, given: list[str], count: int) -> list[str]:
@@ -316,7 +303,7 @@ def _compile(
 ) -> dict[str, Report]:
     reports = {}
     for number, variant in enumerate(variants, 1):
-        _tell(sys.stderr, f"compiling {variant.name} ({number} of {len(variants)})")
+        tell(sys.stderr, f"compiling {variant.name} ({number} of {len(variants)})")
         try:
             reports[variant.name] = compile_for(
                 target,
@@ -341,15 +328,8 @@ def _compile(
             if "plait[audit]" not in str(error):
                 raise
             raise UserError(f"plait audit: {error}") from None
-    _tell(sys.stderr, "")
+    tell(sys.stderr, "")
     return reports
-
-
-def _tell(stream: TextIO, line: str) -> None:
-    """Show one line, over the last one; nothing where nobody watches."""
-    if stream.isatty():
-        stream.write(f"\r\x1b[K{line}")
-        stream.flush()
 
 
 def _versions() -> dict[str, str | None]:

@@ -95,7 +95,7 @@ def _draw_sequence(
     axes.set_yticks([tick for tick in MaxNLocator(4).tick_values(0, int(top)) if tick <= top])
     axes.set_title(name, loc="left", color=INK, fontweight="bold")
     axes.set_ylabel("keys seen\nby the query")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _number_runs(axes: Any, layout: Layout, segment_ids: np.ndarray, height: float) -> None:
@@ -122,10 +122,11 @@ def _draw_bars(axes: Any, pairs: np.ndarray, colors: np.ndarray) -> None:
     )
     axes.set_xticks(np.arange(0, work.size, -(-work.size // 16)))
     axes.set_ylabel("work (million\nvisible pairs)")
-    _tidy(axes)
+    tidy(axes)
 
 
-def _tidy(axes: Any) -> None:
+def tidy(axes: Any) -> None:
+    """Axes without a frame, in the ink of the picture."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9)
