@@ -722,8 +722,8 @@ MUTANTS = [
     Mutant(
         "labels across documents in the pipeline",
         "integrations/grain.py",
-        "rows, Contiguous(1), self.by, segment_ids=row_ids, fill=self.ignored",
-        "rows, Contiguous(1), self.by, fill=self.ignored",
+        "np.atleast_2d(y), Contiguous(1), self.by, segment_ids=np.atleast_2d(ids), fill=fill",
+        "np.atleast_2d(y), Contiguous(1), self.by, fill=fill",
         "integrations/test_grain.py",
     ),
     Mutant(
@@ -788,6 +788,41 @@ MUTANTS = [
         "document[piece.start : piece.stop] = ",
         "document[: piece.length] = ",
         "packing/test_pack.py",
+    ),
+    Mutant(
+        "pairs with documents that came before",
+        "cli/plan/pairs.py",
+        "    before -= before[block[place == 0]][document[begins]]\n",
+        "",
+        "cli/test_plan.py -k oracle",
+    ),
+    Mutant(
+        "a ring whose ranks wait for nobody",
+        "cli/plan/estimates.py",
+        "for busiest in steps.max(axis=0)]",
+        "for busiest in steps.mean(axis=0)]",
+        "cli/test_plan.py",
+    ),
+    Mutant(
+        "time by visible pairs where a kernel computes tiles",
+        "cli/plan/estimates.py",
+        "        return row.tiles\n",
+        "        return row.pairs\n",
+        "cli/test_plan.py -k tiles",
+    ),
+    Mutant(
+        "records counted anew in every batch",
+        "cli/plan/files.py",
+        'f"record {start + int(wrong[0])} {of}"',
+        'f"record {int(wrong[0])} {of}"',
+        "cli/test_plan.py -k batches",
+    ),
+    Mutant(
+        "the emptiest row looked at",
+        "cli/plan/documents.py",
+        "full = np.delete(np.arange(count), int(np.argmin(tokens)))",
+        "full = np.arange(count)",
+        "cli/test_plan.py -k packed",
     ),
     Mutant(
         "an error that waits for the other processes",

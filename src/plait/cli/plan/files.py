@@ -205,7 +205,9 @@ def _npy(reader: Reader, path: Path) -> Batches:
 
 def _parquet(reader: Reader, path: Path) -> Batches:
     if importlib.util.find_spec("pyarrow") is None:
-        raise reader.refuse(f"pyarrow, which reads {str(path)!r}, is missing: pip install pyarrow")
+        raise reader.refuse(
+            f"pyarrow, which reads {str(path)!r}, is missing: pip install 'plait[parquet]'"
+        )
     arrow, compute, parquet = map(
         importlib.import_module, ("pyarrow", "pyarrow.compute", "pyarrow.parquet")
     )
