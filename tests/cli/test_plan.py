@@ -369,7 +369,7 @@ def test_tokens_have_a_column(tmp_path):
 
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match="pip install pyarrow"):
+    with pytest.raises(UserError, match=r"plait\[parquet\]"):
         read(tmp_path / "a.parquet")
 
 
