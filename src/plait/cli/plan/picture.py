@@ -15,6 +15,9 @@ from plait.cli.plan.layouts import Row
 PIXELS = 512
 """Of a map, along each side, and of a strip, at most."""
 
+MANY_TOKENS = 1 << 20
+"""From which on an axis has room for four of their numbers only."""
+
 FEWEST_PIXELS_TO_OUTLINE = 6
 """Of a document in the strip: edges of shorter ones would hide what lies between them."""
 
@@ -141,7 +144,7 @@ def _draw_strip(axes: Any, row: Row, shades: np.ndarray) -> None:
             axes.fill_between([start, stop], 0, 1, color="white", alpha=0.75, linewidth=0)
     axes.set_xlim(0, length)
     axes.set_yticks([])
-    _mark(axes.xaxis, length, 8)
+    _mark(axes.xaxis, length, 8 if length < MANY_TOKENS else 4)
     axes.set_title(_strip_title(row, shown.size > 2), fontsize=9, color=INK)
     tidy(axes)
     axes.spines["left"].set_visible(False)
