@@ -35,7 +35,8 @@ def draw(plan: Plan, path: Path) -> None:
     colors = rank_colors(plan.prices.ranks)
     figure = Figure(figsize=(14, 1.2 + 3.3 * rows), layout="constrained", dpi=130)
     figure.suptitle(_title(plan), color=INK, fontsize=13)
-    cards = np.atleast_1d(figure.subfigures(rows, 2, wspace=0.04, hspace=0.04)).ravel()
+    parts: Any = figure.subfigures(rows, 2, wspace=0.04, hspace=0.04)
+    cards = np.atleast_1d(parts).ravel()
     taken = plan.recommended.option
     most = max(one.pairs[0].max() for one in panels)
     for card, one in zip(cards, panels, strict=False):
