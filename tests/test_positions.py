@@ -9,10 +9,11 @@ import oracle
 import plait
 from plait import ContextParallel, Placed, Zigzag
 from plait.positions import positions_of_slots, slots_of_positions
+from sweeps import slow
 from test_layout import layouts
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(8)])
 def test_of_this_rank(ranks, mesh_of):
     for layout in layouts(ranks):
         length = layout.multiple * (1 if isinstance(layout, Placed) else 2)

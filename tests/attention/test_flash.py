@@ -24,6 +24,7 @@ from plait import (
 from plait.attention.kernels import Scores, Tags, flash, visits
 from plait.attention.kernels.flash import Flash
 from plait.mask import BlockBounds, Chunked, PrefixLM
+from sweeps import slow
 
 SMALL = Flash(16, 32, interpret=True)
 NAMES = ("out", "lse", "d_q", "d_k", "d_v")
@@ -168,7 +169,7 @@ def test_wanted_is_the_oracle(rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [slow(False), True])
 def test_equals_float64_on_every_layout(packed, rng):
     for layout in LAYOUTS:
         positions = oracle.positions(layout, LENGTH)
@@ -259,6 +260,7 @@ def test_nan_in_padding_stays_there(rng):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.slow
 def test_parts_merged_by_lse_are_the_whole(rng):
     """As a ring does: forward by parts of the keys, backward by parts with the final lse."""
     q, k, v, d_out, d_lse = (jnp.asarray(x) for x in inputs(rng, 32, 64))

@@ -22,6 +22,7 @@ def test_what_a_ring_sends_by_hand(monkeypatch):
     assert found["sent"] == {"collective-permute": [18, 18 * 2 * shard]}
 
 
+@pytest.mark.slow
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_attention, "MODELS", {"tiny": (4, 2, 8, 8), "odd": (6, 2, 8, 8)})
     path = tmp_path / "results.json"

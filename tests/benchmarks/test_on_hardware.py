@@ -27,6 +27,7 @@ def start(*arguments, devices=8):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_writes_every_row_and_a_trace(tmp_path):
     out = tmp_path / "results.json"
     tiny = ("--tokens", 32, "--repeats", 2, "--calls", 1, "--tensors", "tokens", "latent")

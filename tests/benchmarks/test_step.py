@@ -111,6 +111,7 @@ def test_the_page_is_rewritten_from_a_file(tmp_path, monkeypatch):
     assert "old" not in text
 
 
+@pytest.mark.slow
 def test_a_tiny_layer_compiled_for_a_tpu(monkeypatch):
     pytest.importorskip("libtpu", reason="libtpu: pip install 'plait[audit]' on x86-64 Linux")
     shape = {"heads": 2, "kv_heads": 2, "head_dim": 128, "v_head_dim": 128}

@@ -12,6 +12,7 @@ import pytest
 import one_process
 from plait.cli import main, processes
 from plait.cli.arguments import UserError
+from sweeps import slow
 
 WORKER = [sys.executable, str(pathlib.Path(one_process.__file__))]
 HEARTBEAT = 10
@@ -174,7 +175,9 @@ def in_slurm(*arguments):
     ]
 
 
-@pytest.mark.parametrize(("fault", "faulty"), [("SIGKILL", 1), ("SIGSTOP", 1), ("error", 0)])
+@pytest.mark.parametrize(
+    ("fault", "faulty"), [slow("SIGKILL", 1), slow("SIGSTOP", 1), ("error", 0)]
+)
 def test_processes_that_nobody_watches_end_within_the_heartbeat(fault, faulty):
     workers = in_slurm("--fault", fault, "--faulty", str(faulty))
     try:
