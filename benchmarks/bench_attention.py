@@ -7,8 +7,6 @@ nothing is run.
 
 import argparse
 import functools
-import json
-import pathlib
 from typing import Any
 
 import jax
@@ -101,28 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=128, help="devices of the context axis")
     parser.add_argument("--tokens", type=int, default=131072, help="tokens in the sequence")
     parser.add_argument("--kernel", default="flash", help="flash, or blockwise elsewhere")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write results here")
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, metavar="FILE",
-        help="take the results that --json wrote, and compile nothing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--docs", action="store_true", help="rewrite the table in docs/attention.md"
-    )
+    pages.add_outputs(parser, "attention.md")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    pages.check_writable(COMMAND, arguments.json)
-    if arguments.source:
-        results = pages.read(COMMAND, arguments.source, "models")
-    else:
-        results = _measured(arguments)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results)
-    print("\n" + text)
-    if arguments.docs:
-        pages.rewrite(pages.DOCS / "attention.md", "bench attention", text)
+    pages.present(arguments, COMMAND, "attention.md", "models", _measured, table)
     return 0
 
 

@@ -5,8 +5,6 @@ documents. Nothing is run but the solver, on one core.
 """
 
 import argparse
-import json
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -150,26 +148,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, nargs="+", default=[8192, 16384], help="tokens of each rank"
     )
     parser.add_argument("--packs", type=int, default=20, help="packs of each size")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write results here")
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, metavar="FILE",
-        help="take the results that --json wrote, and measure nothing",
-    )  # fmt: skip
-    parser.add_argument("--docs", action="store_true", help="rewrite the tables in docs/packing.md")
+    pages.add_outputs(parser, "packing.md")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    pages.check_writable(COMMAND, arguments.json)
-    if arguments.source:
-        results = pages.read(COMMAND, arguments.source, "cases")
-    else:
-        results = _measured(arguments)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results)
-    print("\n" + text)
-    if arguments.docs:
-        pages.rewrite(pages.DOCS / "packing.md", "bench packing", text)
+    pages.present(arguments, COMMAND, "packing.md", "cases", _measured, table)
     return 0
 
 

@@ -6,7 +6,6 @@ the whole layer of examples/sparse_layer.py at 128K. Static figures; nothing is 
 
 import argparse
 import functools
-import json
 import pathlib
 import sys
 from typing import Any
@@ -199,26 +198,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, nargs="*", default=LENGTHS, help="lengths of the sequence"
     )
     parser.add_argument("--no-layer", action="store_true", help="leave the whole layer out")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write results here")
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, metavar="FILE",
-        help="take the results that --json wrote, and compile nothing",
-    )  # fmt: skip
-    parser.add_argument("--docs", action="store_true", help="rewrite the table in docs/sparse.md")
+    pages.add_outputs(parser, "sparse.md")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    pages.check_writable(COMMAND, arguments.json)
-    if arguments.source:
-        results = pages.read(COMMAND, arguments.source, "lengths")
-    else:
-        results = _measured(arguments)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results)
-    print("\n" + text)
-    if arguments.docs:
-        pages.rewrite(pages.DOCS / "sparse.md", "bench sparse", text)
+    pages.present(arguments, COMMAND, "sparse.md", "lengths", _measured, table)
     return 0
 
 

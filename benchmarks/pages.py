@@ -1,8 +1,10 @@
 """What a benchmark writes: parts of the documentation, and its figures as JSON."""
 
+import argparse
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from plait.cli.arguments import UserError
@@ -17,6 +19,36 @@ def rewrite(page: pathlib.Path, name: str, text: str) -> None:
     if not start or not end:
         raise ValueError(f"{page} has no part between <!-- {name} --> and <!-- end of {name} -->")
     page.write_text(f"{before}{start}{text.rstrip()}\n{end}{after}")
+
+
+def add_outputs(parser: argparse.ArgumentParser, page: str) -> None:
+    """The options of a benchmark that say where its figures go, and where they come from."""
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write results here")
+    parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, metavar="FILE",
+        help="take the results that --json wrote, and measure nothing",
+    )  # fmt: skip
+    parser.add_argument("--docs", action="store_true", help=f"rewrite the table in docs/{page}")
+
+
+def present(
+    arguments: argparse.Namespace,
+    command: str,
+    page: str,
+    key: str,
+    measured: Callable[[argparse.Namespace], dict[str, Any]],
+    table: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure, or take what --json wrote, which has `key`; print the table; write as asked."""
+    check_writable(command, arguments.json)
+    source = arguments.source
+    results = read(command, source, key) if source else measured(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    text = table(results)
+    print("\n" + text)
+    if arguments.docs:
+        rewrite(DOCS / page, command.removeprefix("plait "), text)
 
 
 def check_writable(command: str, path: pathlib.Path | None) -> None:
